@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from benchmarks.methods import WAIT_SECONDS, Asked, State
-from megatron_ft.arena.digest import default_algorithm, digest_blocks, table_entries
+from megatron_ft.arena.digest import digest_blocks, table_entries
 from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.core.isal import Bytes
 
@@ -66,5 +66,5 @@ class BareCopies(Asked):
 def digested(copied: Bytes) -> list[int]:
     """The CRC of each block of what was copied, as an arena has them."""
     table = np.empty(table_entries(copied.size, BLOCK_BYTES), np.uint64)
-    digest_blocks(copied, BLOCK_BYTES, default_algorithm(), table)
+    digest_blocks(copied, BLOCK_BYTES, table)
     return [int(digest) for digest in table]

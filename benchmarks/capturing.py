@@ -116,12 +116,10 @@ def _header(required: int) -> ArenaHeader:
         incarnation=1,
         lineage=(Ancestor(1, None),),
         codec="none",
-        matrix=0,
         data_members=1,
         parity_members=0,
         member_index=0,
         members=(SHARD,),
-        digest_algorithm=digest.default_algorithm(),
         geometry=Geometry.for_stripe(
             slot_count=2,
             required_bytes=required,

@@ -184,11 +184,9 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Collective: the checkpoint is complete and on the disk, and ``latest`` names it.
 
-        Outside :meth:`publishing` neither: ``save_16bit_model`` writes on rank 0 alone, and some
-        scripts call it there alone.
+        Outside :meth:`publishing` it waits for nobody: ``save_16bit_model`` writes on rank 0 alone,
+        and some scripts call it there alone.
         """
-        if not self._awaited:
-            return self._commit_alone(info)
         self._settle(info, "all its files are written")
         self._attempt(self.inner.commit, self._as_asked(info))
         self._attempt(self._make_durable)
@@ -198,15 +196,6 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 self._attempt(self._write_latest, info)
             self._settle(info, "`latest` is written")
         self._end()
-        return True
-
-    def _commit_alone(self, info: CheckpointCommitInfo) -> bool:
-        self._attempt(self.inner.commit, self._as_asked(info))
-        self._attempt(self._make_durable)
-        failure = self._failure
-        self._end()
-        if failure is not None:
-            raise failure
         return True
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
@@ -235,10 +224,13 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._failure = error
 
     def _settle(self, info: CheckpointCommitInfo, subject: str) -> None:
+        """Raise what failed here or, if others wait for it, on any rank."""
         own = self._failure
         where = f"checkpoint {info.tag!r} in {info.save_dir}"
+        failures = {-1: _text(own)} if own else {}
         try:
-            failures = self._agreement.meet(f"of {where} {subject}", _text(own) if own else "")
+            if self._awaited:
+                failures = self._agreement.meet(f"of {where} {subject}", failures.get(-1, ""))
         except BaseException:
             self._end()
             raise

@@ -200,19 +200,12 @@ def _fill_optimizer(node: Tree, objects: Mapping[str, Any]) -> None:
         set_fields(node["loss_scaler"], scaler)
     for values in (scaler, wrapper):
         node.update({name: values[name] for name in node.keys() & values.keys()})
-    inner = next(_inner(node), None)
+    inner = next((node[name] for name in _INNER if name in node), None)
+    if node.keys() >= {"state", "param_groups"}:
+        inner = node
     if inner is None:
         raise ExportError("DeepSpeed's optimizer was saved in a way that is not known")
     _fill_inner(inner, objects)
-
-
-def _inner(node: Tree) -> Iterator[Any]:
-    """The state dict of torch's kind in what a wrapper gave, or that itself."""
-    if node.keys() >= {"state", "param_groups"}:
-        yield node
-    for name in _INNER:
-        if name in node:
-            yield node[name]
 
 
 def _fill_inner(inner: Any, objects: Mapping[str, Any]) -> None:

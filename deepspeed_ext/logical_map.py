@@ -99,7 +99,10 @@ class _Memory(NamedTuple):
 
 def fragments(view: OptimizerView) -> Iterator[Fragment]:
     """The parts of this rank's masters, in their order, without padding."""
-    parts = sorted(((_Memory.of(part), p, start) for p, start, part in _parts(view)), key=_first)
+    parts = sorted(
+        ((_Memory.of(part), p, start) for p, start, part in _parts(view)),
+        key=lambda part: part[0].first,
+    )
     starts = [memory.first for memory, *_ in parts]
     for master, memory in _laid_out(view):
         # The part before may reach into this memory.
@@ -116,10 +119,6 @@ def fragments(view: OptimizerView) -> Iterator[Fragment]:
                     master,
                     (first - memory.first) // own.item,
                 )
-
-
-def _first(part: tuple[_Memory, torch.Tensor, int]) -> int:
-    return part[0].first
 
 
 def _parts(view: OptimizerView) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:

@@ -87,41 +87,10 @@ def register(position: LoaderPosition, name: str = "") -> None:
         position.load_state_dict(_waiting.pop(name))
 
 
-def positions() -> dict[str, dict[str, Any]]:
-    """Positions of all loaders of this process, by name."""
-    return {name: position.state_dict() for name, position in sorted(_positions.items())}
-
-
-def set_positions(states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Restore them; those of loaders that do not exist yet wait for these to be made."""
-    _waiting.clear()
-    for name, state in states.items():
-        if name in _positions:
-            _positions[name].load_state_dict(state)
-        else:
-            _waiting[name] = state
-
-
 NAME = "data"
 """Name of :class:`DataPosition` among the parts of a snapshot."""
 
 _KNOWN_SAMPLERS = (DistributedSampler, RandomSampler, SequentialSampler)
-
-
-def watch(engine: Any) -> None:
-    """Put a ResumableLoader in the place of each training loader that DeepSpeed makes.
-
-    To be called before the script gets ``engine.training_dataloader``; a pipeline engine makes
-    its own only later, through ``engine.deepspeed_io``.  A second call changes nothing.
-    """
-    from deepspeed.runtime.dataloader import DeepSpeedDataLoader
-
-    loader = engine.training_dataloader
-    if isinstance(loader, DeepSpeedDataLoader):
-        engine.training_dataloader = ResumableLoader(loader)
-    if "deepspeed_io" not in vars(engine):
-        # Not setattr: an engine is a Module, which looks at each value that it is given.
-        vars(engine)["deepspeed_io"] = _watching(engine.deepspeed_io)
 
 
 def _watching(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,26 +113,45 @@ def _watching(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class DataPosition:
-    """The part of a snapshot that holds the positions of all ResumableLoaders of this rank."""
+    """The part of a snapshot that holds the positions of all ResumableLoaders of this rank.
+
+    It puts one in the place of each training loader that DeepSpeed makes.  To be made before the
+    script gets ``engine.training_dataloader``; a pipeline engine makes its own only later, through
+    ``engine.deepspeed_io``.
+    """
 
     def __init__(self, engine: Any) -> None:
+        from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+
         self._engine = engine
-        watch(engine)
+        loader = engine.training_dataloader
+        if isinstance(loader, DeepSpeedDataLoader):
+            engine.training_dataloader = ResumableLoader(loader)
+        if "deepspeed_io" not in vars(engine):
+            # Not setattr: an engine is a Module, which looks at each value that it is given.
+            vars(engine)["deepspeed_io"] = _watching(engine.deepspeed_io)
 
     def state_dict(self) -> dict[str, Any]:
         """Positions by name of the loader; see ResumableLoader."""
-        return positions()
+        return {name: position.state_dict() for name, position in sorted(_positions.items())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them; a loader that the script makes later is set when it is made."""
-        set_positions(state)
+        """Restore them; those of loaders that do not exist yet wait for these to be made."""
+        _waiting.clear()
+        _waiting.update(state)
+        for name, position in _positions.items():
+            if name in _waiting:
+                position.load_state_dict(_waiting.pop(name))
 
     def warning(self) -> str:
         """A warning for a script that has loaders of its own, '' if all are watched."""
-        loader = getattr(self._engine, "training_dataloader", None)
+        engine = self._engine
+        loader = getattr(engine, "training_dataloader", None)
         loader = getattr(loader, "loader", loader)
-        watched = isinstance(loader, ResumableLoader) or (loader is None and positions())
-        if watched or not _reads_data(self._engine):
+        watched = isinstance(loader, ResumableLoader) or (loader is None and len(_positions))
+        # Between the ends of a pipeline no stage reads.
+        reads = not engine.pipeline_parallelism or engine.is_first_stage() or engine.is_last_stage()
+        if watched or not reads:
             return ""
         return (
             "the position in the data is not captured: the script reads them through a loader of "
@@ -171,9 +159,3 @@ class DataPosition:
             "deepspeed_ext.ResumableLoader(loader); nothing is needed where the data follow from "
             "engine.global_steps"
         )
-
-
-def _reads_data(engine: Any) -> bool:
-    # Between the ends of a pipeline no stage reads.
-    stages = [getattr(engine, name, None) for name in ("is_first_stage", "is_last_stage")]
-    return any(stage() for stage in stages if stage) if any(stages) else True

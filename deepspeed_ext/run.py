@@ -16,7 +16,7 @@ from deepspeed_ext import client_state, resumable_loader
 from deepspeed_ext.client_state import ClientState
 from deepspeed_ext.resumable_loader import DataPosition
 from deepspeed_ext.saving import Checkpoints
-from deepspeed_ext.state import EngineState, Stateful
+from deepspeed_ext.state import EngineState
 from deepspeed_ext.state_parts import RandomStates
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.config.json_section import Section
@@ -32,6 +32,8 @@ from megatron_ft.trainer.start_choice import (
 )
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
     from megatron_ft.trainer.manager import SnapshotManager
 
 log = logging.getLogger(__name__)

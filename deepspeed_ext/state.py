@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,11 +17,11 @@ from deepspeed_ext import state_parts
 from deepspeed_ext.checkpoint_form import RankDescription
 from deepspeed_ext.optimizers import view_of
 from deepspeed_ext.optimizers.view import (
+    MAKERS,
     OwnedMaster,
     Weight,
     group_scalars,
     load_group_scalars,
-    materialise,
     names_of,
     share_states,
     shared_states,
@@ -30,8 +30,12 @@ from deepspeed_ext.optimizers.view import (
 from deepspeed_ext.state_parts import FrozenParameters, ModelTensors
 from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.core.shard import LogicalPlace
+from megatron_ft.trainer.master_tensors import create_state
 from megatron_ft.trainer.module_tree import extra_states, load_extra_states
 from megatron_ft.trainer.state import host_copy, live_tensors, same_bits
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
 
 logger = logging.getLogger(__name__)
 
@@ -41,16 +45,6 @@ OWN = frozenset(("version", "training", "groups", "numbers", "optimizer", "modul
 
 RANDOM = "random"
 """The part that is loaded last, because loading the others may draw."""
-
-
-class Stateful(Protocol):
-    """A part of the state that keeps itself; the protocol of torch.distributed.checkpoint."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Small values that core.objects.encode takes, as of now."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what ``state_dict`` gave."""
 
 
 class EngineState:
@@ -82,7 +76,7 @@ class EngineState:
         self._description = None
         self._masters = list(self._view.masters())
         for master in self._masters:
-            materialise(master)
+            create_state(master.inner, master.group, master.parameter, MAKERS)
         self._kept = tensors_of(self._masters)
         self._shared = shared_states(self._masters)
         self._model.refresh()

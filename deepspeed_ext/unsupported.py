@@ -23,18 +23,13 @@ OLDEST, WORKING = DEEPSPEED.oldest, DEEPSPEED.working
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _BASE = "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine"
 
+_METHODS = ("_take_model_step", "step", "offload_states", "reload_states", "destroy")
+_LOAD = ("load_dir", "tag", "load_optimizer_states", "load_module_only")
+
 USED = (
-    Required(_ENGINE, "_take_model_step"),
-    Required(_ENGINE, "step"),
-    Required(
-        _ENGINE,
-        "load_checkpoint",
-        ("load_dir", "tag", "load_optimizer_states", "load_module_only"),
-    ),
+    *(Required(_ENGINE, name) for name in _METHODS),
+    Required(_ENGINE, "load_checkpoint", _LOAD),
     Required(_ENGINE, "save_checkpoint", ("save_dir", "tag", "client_state", "save_latest")),
-    Required(_ENGINE, "offload_states"),
-    Required(_ENGINE, "reload_states"),
-    Required(_ENGINE, "destroy"),
     Required("deepspeed.runtime.pipe.engine.PipelineEngine", "train_batch"),
     Required(_BASE, "create", ("info",)),
     Required(_BASE, "save", ("state_dict", "path")),
@@ -153,7 +148,11 @@ REFUSALS = (
 
 def refusals(engine: Any) -> list[str]:
     """Reasons why snapshots of this engine are not safe, one line each; empty if they are."""
+    from deepspeed.accelerator import get_accelerator
+
     found, inner = config_refusals(engine._config), engine.optimizer
+    if (device := get_accelerator().device_name()) not in ("cpu", "cuda"):
+        found.append(f"DS_ACCELERATOR: {device} is not known to snapshots; use cuda or cpu")
     if not hasattr(getattr(inner, "optimizer", inner), "step"):
         found.append(
             "optimizer: this engine has none, so nothing changes that a snapshot could save; give "

@@ -19,7 +19,7 @@ from megatron_ft.erasure.stripes import RankPlace
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.event_sender import EventBatch, EventInbox, Outbox
 from megatron_ft.supervisor.cycle import Action, Send, SnapshotCycle, SnapshotEnded
-from megatron_ft.supervisor.orders import Sizes, stripe_orders
+from megatron_ft.supervisor.orders import stripe_orders
 from megatron_ft.supervisor.registration import new_stripes
 from megatron_ft.supervisor.schedule import Schedule
 
@@ -88,7 +88,7 @@ def encoder_bytes(shape: Shape) -> int:
 
 def _stripes(shape: Shape) -> tuple[dict[str, str], tuple[StripeState, ...]]:
     ranks = [_place(number, shape) for number in range(shape.ranks)]
-    states = new_stripes(ranks, Scheme.parse(shape.protect), Sizes(shape.block_bytes))
+    states = new_stripes(ranks, Scheme.parse(shape.protect), shape.block_bytes)
     return {rank.shard_id: rank.node for rank in ranks}, states
 
 

@@ -37,7 +37,7 @@ PYECLIB_BYTES = 8 << 20
 def stripe_code(kind: str, k: int, m: int, size: int) -> StripeCode:
     """A stripe whose members have so many bytes of tensors."""
     length = padded_bytes([required_bytes(size, 0, BLOCK_BYTES)], k, BLOCK_BYTES)
-    return StripeCode(kind, k, m, length, BLOCK_BYTES, 1)
+    return StripeCode(kind, k, m, length, BLOCK_BYTES)
 
 
 def sealed_member(code: StripeCode, number: int, size: int) -> MemberView:
@@ -46,7 +46,7 @@ def sealed_member(code: StripeCode, number: int, size: int) -> MemberView:
     data[:size] = np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
     record = seal(
         data, shard_id=f"s{number}", snapshot=SnapshotId(1, 1), iteration=1, tensor_bytes=size,
-        meta=b"", layout_hash=b"h" * 32, block_bytes=BLOCK_BYTES, algorithm=1,
+        meta=b"", layout_hash=b"h" * 32, block_bytes=BLOCK_BYTES,
     )  # fmt: skip
     return dataclasses.replace(_empty(code), data=data, record=record)
 

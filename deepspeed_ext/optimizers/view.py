@@ -206,11 +206,6 @@ def names_of(master: OwnedMaster) -> list[str]:
     return [f"{master.name}{_SEPARATOR}{name}" for name in (_MASTER, *kept)]
 
 
-def materialise(master: OwnedMaster) -> None:
-    """Create the state of a master that is still empty; ConfigError for an unknown optimizer."""
-    master_tensors.create_state(master.inner, master.group, master.parameter, MAKERS)
-
-
 def _on_host(*moments: str) -> StateMaker:
     """State of the optimizers for offloaded states: fp32 by default, ``step`` a Python int."""
 

@@ -9,6 +9,7 @@ that only reads (an encoder) then faults instead of corrupting.
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -143,23 +144,24 @@ class Arena:
         """Replace one slot's header."""
         self._write(self._slot_place(slot), binary.pack_slot(header))
 
-    def damaged_records(self) -> list[str]:
-        """Names of the headers of which a copy is not whole.
-
-        For their writer, the SMP: to others a record that is being written looks the same.
-        """
-        return [name for name, place in self._headers() if self._is_damaged(place)]
-
     def mend_records(
         self, header: ArenaHeader, slots: Sequence[SlotHeader], *, stale: bool = False
     ) -> list[str]:
         """Write damaged headers anew, these values being what they were; returns their names.
 
         Even with both copies damaged nothing is lost as long as their writer remembers.  With
-        ``stale`` headers that are whole but say something else are written anew as well.
+        ``stale`` headers that are whole but say something else are written anew as well.  The
+        file's first bytes and its mode are put right, too.
         """
         payloads = [binary.pack_header(header), *(binary.pack_slot(slot) for slot in slots)]
         damaged = []
+        if self._everything().read(0, binary.PREAMBLE_BYTES) != binary.pack_preamble():
+            control = self._writable_mapping(0, self._geometry.control_bytes)
+            control.write(0, binary.pack_preamble())
+            damaged.append("first bytes")
+        if stat.S_IMODE(os.fstat(self._fd).st_mode) != files.MODE:
+            os.fchmod(self._fd, files.MODE)
+            damaged.append("mode")
         for (name, place), payload in zip(self._headers(), payloads, strict=True):
             if self._is_damaged(place) or (stale and self._read(place) != payload):
                 self._write(place, payload)

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ft.arena.format import DIGEST_BLAKE2B, DIGEST_CRC64, HASH_BYTES, round_up
+from megatron_ft.arena.format import HASH_BYTES, round_up
 from megatron_ft.core import isal
 from megatron_ft.core.errors import ArenaCorruptError, ArenaError
 from megatron_ft.core.identity import SealedRecord, SnapshotId
@@ -34,22 +34,12 @@ class ArenaCapacityError(ArenaError):
     """A shard does not fit into its arena's data region: it has grown since it was planned."""
 
 
-def default_algorithm() -> int:
-    """1, CRC-64 by ISA-L, where ISA-L can be loaded; else 2, BLAKE2b by hashlib."""
-    return DIGEST_CRC64 if isal.available() else DIGEST_BLAKE2B
+def digest_block(buffer: Bytes) -> int:
+    """The 64-bit digest of one block: CRC-64/XZ."""
+    return isal.crc64(buffer)
 
 
-def digest_block(buffer: Bytes, algorithm: int) -> int:
-    """The 64-bit digest of one block; ValueError for an unknown algorithm."""
-    if algorithm == DIGEST_CRC64:
-        return isal.crc64(buffer)
-    if algorithm == DIGEST_BLAKE2B:
-        # hashlib releases the GIL for anything above 2 KiB, as does ISA-L through ctypes.
-        return int.from_bytes(hashlib.blake2b(buffer.data, digest_size=8).digest(), "little")
-    raise ValueError(f"digest algorithm {algorithm} is unknown; 1 is CRC-64, 2 is BLAKE2b")
-
-
-def digest_blocks(buffer: Bytes, block_bytes: int, algorithm: int, out: Table) -> None:
+def digest_blocks(buffer: Bytes, block_bytes: int, out: Table) -> None:
     """Write the digest of every block of ``buffer`` into ``out``; the last block may be short.
 
     ``buffer`` is contiguous bytes; ``out`` has table_entries(len(buffer), block_bytes)
@@ -58,12 +48,7 @@ def digest_blocks(buffer: Bytes, block_bytes: int, algorithm: int, out: Table) -
     entries = table_entries(buffer.size, block_bytes)
     if out.shape != (entries,):
         raise ValueError(f"{buffer.size} bytes have {entries} blocks; out has shape {out.shape}")
-    if algorithm == DIGEST_CRC64:
-        isal.load().crc64_blocks(buffer, block_bytes, out)
-        return
-    for number in range(entries):
-        at = number * block_bytes
-        out[number] = digest_block(buffer[at : at + block_bytes], algorithm)
+    isal.load().crc64_blocks(buffer, block_bytes, out)
 
 
 def table_entries(covered_bytes: int, block_bytes: int) -> int:
@@ -84,16 +69,12 @@ def _end_of_table(digest_offset: int, block_bytes: int) -> int:
     return digest_offset + ENTRY_BYTES * table_entries(digest_offset, block_bytes)
 
 
-def table_root(table: Table, context: bytes) -> bytes:
-    """BLAKE2b-32 of a digest table (as little-endian u64) followed by ``context``."""
-    digest = hashlib.blake2b(np.ascontiguousarray(table, dtype="<u8").data, digest_size=HASH_BYTES)
-    digest.update(context)
-    return digest.digest()
-
-
 def digest_root(table: Table, record: SealedRecord) -> bytes:
-    """The root that belongs into ``record``: over the table and the record without a root."""
-    return table_root(table, msgspec.msgpack.encode(_with_root(record, b"")))
+    """The root that belongs into ``record``: BLAKE2b-32 of the table (as little-endian u64) and of
+    the record without a root."""
+    digest = hashlib.blake2b(np.ascontiguousarray(table, dtype="<u8").data, digest_size=HASH_BYTES)
+    digest.update(msgspec.msgpack.encode(_with_root(record, b"")))
+    return digest.digest()
 
 
 def _with_root(record: SealedRecord, root: bytes) -> SealedRecord:
@@ -110,7 +91,6 @@ def seal(
     meta: bytes,
     layout_hash: bytes,
     block_bytes: int,
-    algorithm: int,
     dirty_bytes: int | None = None,
 ) -> SealedRecord:
     """Finish a data region whose first ``tensor_bytes`` bytes are in place.
@@ -129,7 +109,7 @@ def seal(
         )
     _write_meta(data, record, meta)
     table = _table_view(data, record)
-    digest_blocks(data[: record.digest_offset], block_bytes, algorithm, table)
+    digest_blocks(data[: record.digest_offset], block_bytes, table)
     data[record.used_bytes : data.size if dirty_bytes is None else dirty_bytes] = 0
     return _with_root(record, digest_root(table, record))
 
@@ -207,11 +187,11 @@ class BlockCheck:
     GIL.  ``blocks`` is how many precede ``digest_offset``.
     """
 
-    def __init__(self, data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int) -> None:
+    def __init__(self, data: Bytes, record: SealedRecord, block_bytes: int) -> None:
         """Compares table and record with the root first; block_bytes is as it was sealed."""
         covered = min(max(record.digest_offset, 0), data.size)
         self.blocks = table_entries(covered, block_bytes)
-        self._data, self._how = data[:covered], (block_bytes, algorithm)
+        self._data, self._block_bytes = data[:covered], block_bytes
         # A copy, so that nobody changes it after the root has proved it.
         table = digest_table(data, record) if fits(data.size, record) else None
         sealed = table is not None and digest_root(table, record) == record.digest_root
@@ -224,38 +204,29 @@ class BlockCheck:
         """
         if self._table is None:
             return list(range(first, max(stop, first + 1)))
-        block_bytes, algorithm = self._how
-        piece = self._data[first * block_bytes : stop * block_bytes]
-        return wrong_blocks(piece, first, self._table[first:stop], block_bytes, algorithm)
+        piece = self._data[first * self._block_bytes : stop * self._block_bytes]
+        return wrong_blocks(piece, first, self._table[first:stop], self._block_bytes)
 
 
-def wrong_blocks(
-    piece: Bytes, first: int, expected: Table, block_bytes: int, algorithm: int
-) -> list[int]:
+def wrong_blocks(piece: Bytes, first: int, expected: Table, block_bytes: int) -> list[int]:
     """Numbers of the blocks of ``piece``, whose first one is number ``first``, that are wrong."""
     found = np.empty_like(expected)
-    digest_blocks(piece, block_bytes, algorithm, found)
+    digest_blocks(piece, block_bytes, found)
     return [first + int(number) for number in np.flatnonzero(found != expected)]
 
 
-def verify_shard(data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int) -> list[int]:
+def verify_shard(data: Bytes, record: SealedRecord, block_bytes: int) -> list[int]:
     """Numbers of the blocks before ``digest_offset`` whose bytes are not the sealed ones.
 
     Empty means that every byte up to ``used_bytes`` is as sealed.  With a wrong root
     nothing is known of any block, so every block is named, at least block 0.
     """
-    check = BlockCheck(data, record, block_bytes, algorithm)
+    check = BlockCheck(data, record, block_bytes)
     return check.bad(0, check.blocks)
 
 
-def verify_meta(data: Bytes, record: SealedRecord, block_bytes: int, algorithm: int) -> list[int]:
-    """As verify_shard, of the blocks that hold small objects only; tensors are not read."""
-    check = BlockCheck(data, record, block_bytes, algorithm)
-    return check.bad(first_meta_block(record, block_bytes), check.blocks)
-
-
 def first_meta_block(record: SealedRecord, block_bytes: int) -> int:
-    """The first of the blocks that ``verify_meta`` reads."""
+    """The first of the blocks that hold small objects."""
     return max(record.meta_offset, 0) // block_bytes
 
 

@@ -1,9 +1,7 @@
-"""Arena files: making and opening them safely, reading their header, putting right what can be.
+"""Arena files: making and opening them safely, and reading their header.
 
-A file is checked for its owner, kind, length and allocated blocks before it is mapped.  Mode,
-length and first bytes say nothing that the header does not say better, so the owner of a node's
-folder mends their damage, which costs no shard; what is no plain file of ours in an arena's place
-is given another name.
+A file is checked for its owner, kind, length and allocated blocks before it is mapped.  What is no
+plain file of ours in an arena's place is given another name.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from uuid import UUID
 
 from megatron_ft.arena import binary, limits, mapping
 from megatron_ft.arena import format as fmt
@@ -32,6 +29,7 @@ from megatron_ft.core.errors import (
 
 HEADER_PLACE = RecordPlace(fmt.HEADER_OFFSET, fmt.HEADER_COPY_BYTES, binary.KIND_HEADER)
 
+MODE = 0o600
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 
@@ -67,7 +65,7 @@ def _open_new(temporary: Path, length: int, arithmetic: str) -> int:
         # Left by a creator that was killed: nobody else makes this shard's arena on this node.
         temporary.unlink(missing_ok=True)
         limits.check_memory(temporary.parent, length, arithmetic)
-        return os.open(temporary, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+        return os.open(temporary, _FLAGS | os.O_CREAT | os.O_EXCL, MODE)
     except OSError as error:
         raise ArenaError(f"{temporary} cannot be made: {error.strerror}") from error
 
@@ -148,11 +146,6 @@ def both_damaged(path: Path, what: str) -> str:
 def read_header(fd: int, path: Path) -> ArenaHeader:
     """The header after the checks of ``Arena.open`` that need no job and no length."""
     binary.check_preamble(os.pread(fd, binary.PREAMBLE_BYTES, 0), str(path))
-    return read_whole_header(fd, path)
-
-
-def read_whole_header(fd: int, path: Path) -> ArenaHeader:
-    """The header by a copy that is whole, whatever the file's first bytes are; ArenaError."""
     place = HEADER_PLACE
 
     def copies() -> binary.Copies:
@@ -168,10 +161,6 @@ def read_whole_header(fd: int, path: Path) -> ArenaHeader:
 
 ASIDE = ".aside"
 """Suffix of the names of files that were set aside."""
-
-_VERSION_AT = binary.PREAMBLE_BYTES - 4
-_NEWEST_VERSION = 63
-"""A format version up to here may be another release's; a higher one is damage."""
 
 
 def reason_in_the_way(path: Path) -> str:
@@ -209,45 +198,3 @@ def clear(path: Path) -> None:
     remove(path)
     if os.path.lexists(path):
         set_aside(path)
-
-
-def put_right(path: Path, job: UUID, known: ArenaHeader | None = None) -> list[str]:
-    """Mend mode, first bytes and length of the arena file of ``job``; names of what was wrong.
-
-    ``known`` is its header if its owner remembers it; otherwise a whole copy in the file says
-    what it must be, and without one nothing but the mode is mended.  ArenaError if the file
-    cannot be opened at all.
-    """
-    mended = []
-    mode = stat.S_IMODE(path.lstat().st_mode)
-    if mode != 0o600:
-        path.chmod(0o600)
-        mended.append(f"mode {mode:o}")
-    fd = open_file(path)
-    try:
-        header = known or _header_of(fd, path)
-        if header is None or header.job != job:
-            return mended
-        if os.pread(fd, binary.PREAMBLE_BYTES, 0) != binary.pack_preamble():
-            os.pwrite(fd, binary.pack_preamble(), 0)
-            mended.append("first bytes")
-        length = os.fstat(fd).st_size
-        if length > header.geometry.file_bytes:
-            os.ftruncate(fd, header.geometry.file_bytes)
-            mended.append(f"length {length}")
-    finally:
-        os.close(fd)
-    return mended
-
-
-def _header_of(fd: int, path: Path) -> ArenaHeader | None:
-    """The header by a whole copy of it, unless the file may be another release's."""
-    ours, raw = binary.pack_preamble(), os.pread(fd, binary.PREAMBLE_BYTES, 0)
-    version = int.from_bytes(raw[_VERSION_AT:], "little")
-    other_release = raw[:_VERSION_AT] == ours[:_VERSION_AT] and 0 < version <= _NEWEST_VERSION
-    if raw != ours and other_release:
-        return None
-    try:
-        return read_whole_header(fd, path)
-    except ArenaError:
-        return None

@@ -40,8 +40,6 @@ BLOCK_BYTES = 512 << 10
 waits for Python's lock after every call."""
 
 CODECS = ("none", "xor", "rs", "replica")
-MATRIX_NONE, MATRIX_CAUCHY, MATRIX_ONES = 0, 1, 2
-DIGEST_CRC64, DIGEST_BLAKE2B = 1, 2
 
 _SHARD_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,63}")
 
@@ -162,8 +160,7 @@ class ArenaHeader:
     ``lineage`` has the newest ancestor last, the last one being this incarnation with
     the snapshot it started from; only the newest 64 are stored.  ``members`` are the
     shard ids of the stripe in order, k + m of them, this shard at ``member_index``.
-    ``codec`` is one of "none", "xor", "rs", "replica"; ``matrix`` 1 is Cauchy, 2 all
-    ones, 0 none; ``digest_algorithm`` 1 is CRC-64 (ECMA, reflected), 2 BLAKE2b of 8 bytes.
+    ``codec`` is one of "none", "xor", "rs", "replica".
     Inconsistent values raise ValueError.
     """
 
@@ -172,12 +169,10 @@ class ArenaHeader:
     incarnation: int
     lineage: tuple[Ancestor, ...]
     codec: str
-    matrix: int
     data_members: int
     parity_members: int
     member_index: int
     members: tuple[str, ...]
-    digest_algorithm: int
     geometry: Geometry
 
     def __post_init__(self) -> None:
@@ -190,10 +185,6 @@ class ArenaHeader:
     def _check_codec(self) -> None:
         if self.codec not in CODECS:
             raise ValueError(f"codec is {self.codec!r}; known: {', '.join(CODECS)}")
-        if self.matrix not in (MATRIX_NONE, MATRIX_CAUCHY, MATRIX_ONES):
-            raise ValueError(f"matrix is {self.matrix}; known: 0 none, 1 Cauchy, 2 all ones")
-        if self.digest_algorithm not in (DIGEST_CRC64, DIGEST_BLAKE2B):
-            raise ValueError(f"digest_algorithm is {self.digest_algorithm}; known: 1, 2")
         if self.codec == "none" and self.parity_members:
             raise ValueError(f"codec none with {self.parity_members} parity members; use 0")
 

@@ -45,20 +45,10 @@ _V1 = _CgroupFiles(
 )
 
 
-def required_bytes(
-    data_bytes: int, slot_count: int, data_members: int, parity_members: int, shards: int = 1
-) -> int:
-    """Bytes of data and parity of ``shards`` arenas: state x slots x (1 + m/(N-m)).
-
-    Headers and page rounding come on top: some 100 KiB an arena, see Geometry.file_bytes.
-    """
-    return shards * slot_count * (data_bytes + parity_members * data_bytes // data_members)
-
-
 def describe_requirement(geometry: Geometry, parity_members: int, data_members: int) -> str:
     """The arithmetic behind one arena's size, in words for an error or a plan."""
     slots, state = geometry.slot_count, geometry.data_bytes
-    total = required_bytes(state, slots, data_members, parity_members)
+    total = slots * (state + parity_members * state // data_members)
     return (
         f"{format_bytes(state)} of state per shard x {slots} slots x "
         f"(1 + {parity_members}/{data_members}) = {format_bytes(total)}, "

@@ -42,24 +42,14 @@ def joined(ranges: Iterable[Range], elements: int) -> torch.Tensor | None:
 
     A view of what is stored where one range is enough.
     """
-    chosen = cover(ranges, elements)
-    if not chosen:
-        return None
-    parts = [held.read()[skip:] for held, skip in chosen]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def cover(ranges: Iterable[Range], elements: int) -> list[tuple[Range, int]]:
-    """Ranges that follow each other without a gap, each with what is to be skipped of it.
-
-    Empty if they leave a gap: at the start, between, or before the end at ``elements``.
-    """
-    chosen: list[tuple[Range, int]] = []
+    parts: list[torch.Tensor] = []
     position = 0
     for held in sorted(ranges, key=lambda r: (r.start, -r.stop, r.shard_id)):
         if held.start > position:
-            return []
+            return None
         if held.stop > position:
-            chosen.append((held, position - held.start))
+            parts.append(held.read()[position - held.start :])
             position = held.stop
-    return chosen if position == elements else []
+    if position != elements or not parts:
+        return None
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -125,7 +125,6 @@ class StripeState:
     data_bytes: int
     members: tuple[str, ...]
     block_bytes: int
-    digest_algorithm: int
 
 
 @dataclass(frozen=True)
@@ -224,7 +223,6 @@ def _stripes(holdings: dict[str, Holding]) -> tuple[StripeState, ...]:
             arena.data_bytes,
             arena.members,
             arena.block_bytes,
-            arena.digest_algorithm,
         )
     return tuple(sorted(stripes.values(), key=lambda s: s.members))
 

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from megatron_ft.arena.format import DIGEST_BLAKE2B, DIGEST_CRC64, MAX_REGION_BYTES
+from megatron_ft.arena.format import MAX_REGION_BYTES
 from megatron_ft.core.errors import UNREADABLE, CheckpointDamagedError, DrainError
 from megatron_ft.core.identity import Ancestor, SealedRecord, ShardPlacement, SnapshotId
 from megatron_ft.core.shard import ALIGNMENT, LayoutEntry, ShardLayout, align
@@ -250,7 +250,6 @@ class ShardHeader(msgspec.Struct, frozen=True):
 
     record: SealedRecord
     block_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_REGION_BYTES)]
-    digest_algorithm: Annotated[int, msgspec.Meta(ge=DIGEST_CRC64, le=DIGEST_BLAKE2B)]
     job: str
     seat: ShardPlacement | None = None
 

@@ -86,7 +86,7 @@ def write_shards(
 def _pieces(
     shard: ShardBytes, job: uuid.UUID, pace: Pace, seat: ShardPlacement | None
 ) -> Iterator[object]:
-    known = (shard.record, shard.block_bytes, shard.digest_algorithm, str(job))
+    known = (shard.record, shard.block_bytes, str(job))
     header = disk_format.ShardHeader(*known, seat)
     yield disk_format.pack_header(header, shard.layout)
     table = digest.digest_table(shard.data, shard.record)
@@ -108,7 +108,7 @@ def _checked_copy(shard: ShardBytes, first: int, expected: NDArray[np.uint64]) -
     start = first * shard.block_bytes
     stop = min(start + expected.size * shard.block_bytes, shard.record.digest_offset)
     copy: NDArray[np.uint8] = shard.data[start:stop].copy()
-    if bad := digest.wrong_blocks(copy, first, expected, shard.block_bytes, shard.digest_algorithm):
+    if bad := digest.wrong_blocks(copy, first, expected, shard.block_bytes):
         raise SnapshotUnavailableError(
             f"shard {shard.record.shard_id} in {shard.origin} changed while it was drained: "
             f"blocks {digest.name_blocks(bad)} no longer match their digests"

@@ -1,4 +1,4 @@
-"""Chooses among drained checkpoints: which one a job starts from, and which ones stay on disk.
+"""Drained checkpoints: what there is, which one a job starts from, and which ones stay on disk.
 
 A job starts from one when its memory cannot serve.  Only manifests and the lengths of files are
 read here; bytes are checked as they are loaded (load.py), and a checkpoint that turns out damaged
@@ -8,7 +8,8 @@ is given as ``refused`` next time.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from megatron_ft.checkpoint.disk_format import (
     is_checkpoint_name,
     is_complete,
 )
-from megatron_ft.checkpoint.load import read_manifest
+from megatron_ft.checkpoint.load import LEVEL, open_bytes, read_manifest
+from megatron_ft.checkpoint.source import OpenSnapshot, SnapshotInfo
 from megatron_ft.core.errors import CheckpointDamagedError, ConfigError
 from megatron_ft.core.identity import Ancestor, ShardPlacement, SnapshotId, on_lineage
 
@@ -76,19 +78,24 @@ def find(directory: Path, job: uuid.UUID | None = None) -> tuple[list[Drained], 
 
     A disk that cannot be read is one of the latter, never an exception.
     """
-    found, problems = [], []
     try:
         names = [f for f in sorted(directory.iterdir()) if is_checkpoint_name(f.name, job)]
     except OSError as error:
         return [], [f"{directory} cannot be read: {error.strerror}"]
-    for folder in names:
+    found, problems = _inspected(names)
+    return [one for one in found if job in (None, one.manifest.job)], problems
+
+
+def _inspected(folders: Iterable[Path]) -> tuple[list[Drained], list[str]]:
+    found, problems = [], []
+    for folder in folders:
         try:
             found.append(inspect(folder))
         except CheckpointDamagedError as error:
             problems.append(str(error))
         except OSError as error:
-            problems.append(f"{folder} cannot be read: {error.strerror}")
-    return [one for one in found if job in (None, one.manifest.job)], problems
+            problems.append(f"{error.filename or folder} cannot be read: {error.strerror}")
+    return found, problems
 
 
 def inspect(folder: Path) -> Drained:
@@ -108,22 +115,61 @@ def of_one_job(directory: Path, asking: uuid.UUID | None = None) -> list[Drained
 
     What the job ``asking`` has drained to the same folder since is left out.
     """
-    try:
-        if is_complete(directory):
-            return [inspect(directory)]
-    except (CheckpointDamagedError, OSError) as error:
-        raise ConfigError(f"{directory} is no whole checkpoint: {error}") from error
+    found, problems = _named(directory, asking)
+    if not found:
+        raise ConfigError(f"{directory} holds no whole checkpoint: {'; '.join(problems)}")
+    return found
+
+
+def _named(directory: Path, asking: uuid.UUID | None = None) -> tuple[list[Drained], list[str]]:
+    """As of_one_job, with what is in the way of others."""
+    if is_complete(directory) or is_checkpoint_name(directory.name):
+        return _inspected([directory])
     found, problems = find(directory)
     found = [one for one in found if one.manifest.job != asking] or found
-    jobs = {str(one.manifest.job): str(one.folder) for one in found}
+    jobs = {one.manifest.job: str(one.folder) for one in found}
     if len(jobs) > 1:
         raise ConfigError(
             f"{directory} holds checkpoints of {len(jobs)} jobs; give one: "
             f"{', '.join(jobs.values())}"
         )
-    if not found:
-        raise ConfigError("; ".join([f"{directory} holds no whole checkpoint", *problems]))
-    return found
+    if not found and not problems:
+        raise ConfigError(f"{directory} holds no whole checkpoint, no folder like iter_0000020-1.7")
+    return found, problems
+
+
+def open_checkpoint(directory: Path) -> CheckpointSource:
+    """One checkpoint, or all complete ones of a job in a drain folder.
+
+    ConfigError if there is none, or they are of several jobs.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is no folder; give a checkpoint or a drain folder")
+    return CheckpointSource(directory, *_named(directory))
+
+
+class CheckpointSource:
+    """A SnapshotSource over checkpoints of one job on disk."""
+
+    def __init__(self, directory: Path, found: Sequence[Drained], problems: Sequence[str]) -> None:
+        self._directory, self.problems = directory, tuple(problems)
+        self._found = {one.manifest.snapshot: one for one in found}
+
+    def __str__(self) -> str:
+        return str(self._directory)
+
+    def snapshots(self) -> list[SnapshotInfo]:
+        """See SnapshotSource."""
+        newest = sorted(self._found.items(), reverse=True, key=lambda item: item[0])
+        return [SnapshotInfo(one, held.manifest.iteration, LEVEL) for one, held in newest]
+
+    @contextmanager
+    def open(self, info: SnapshotInfo) -> Iterator[OpenSnapshot]:
+        """See SnapshotSource."""
+        one = self._found[info.snapshot]
+        manifest = one.manifest
+        shards = {shard: open_bytes(one.folder, shard, manifest) for shard in manifest.shards}
+        yield OpenSnapshot(info, manifest.job, manifest.lineage, shards, lambda: None)
 
 
 def choose(found: Sequence[Drained], wanted: DiskCriteria) -> Choice:

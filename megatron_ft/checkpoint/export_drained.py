@@ -29,6 +29,7 @@ import msgspec
 
 from megatron_ft.checkpoint.disk_format import FILE_MODE, DiskCalls
 from megatron_ft.checkpoint.drain import DrainPlan, run_step
+from megatron_ft.checkpoint.drained import open_checkpoint
 from megatron_ft.checkpoint.export import (
     ExportMark,
     FormatWriter,
@@ -36,7 +37,6 @@ from megatron_ft.checkpoint.export import (
     partial_of,
     writer_of,
 )
-from megatron_ft.checkpoint.load import open_checkpoint
 from megatron_ft.checkpoint.native import iteration_of, retract
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.core.errors import UNREADABLE, ConfigError, ExportError

@@ -3,12 +3,11 @@
 Where an SMP runs, the snapshot is pinned with it for as long as it is read; where none
 runs, arenas are read as they lie.  Either way a slot's header is read again after the last
 byte, since an SMP that was restarted has forgotten its readers.  A shard that is lost or
-damaged is rebuilt from its stripe into private memory (rebuild.py).
+damaged is rebuilt by the job's next start, and not here.
 """
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,9 +17,7 @@ from pathlib import Path
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.checkpoint.decide import Holding, candidates, owners
-from megatron_ft.checkpoint.rebuild import RebuiltNode, Survivors, rebuild, rebuild_node
 from megatron_ft.checkpoint.source import (
-    MOST_TRIES,
     OpenSnapshot,
     ShardBytes,
     SnapshotInfo,
@@ -32,8 +29,6 @@ from megatron_ft.rpc.local_query import pinned
 from megatron_ft.rpc.messages import Inventory
 from megatron_ft.smp.state_machine import NodeMachine
 from megatron_ft.smp.store import SUFFIX, ArenaStore
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -103,46 +98,17 @@ def _job_of(folders: Sequence[Path]) -> uuid.UUID:
 
 @contextmanager
 def hold(memory: Memory, info: SnapshotInfo, shards: Collection[str]) -> Iterator[OpenSnapshot]:
-    """Verify these shards of a snapshot and keep them from being overwritten meanwhile.
-
-    One that is lost or damaged is rebuilt where ``memory`` holds enough of its stripe.
-    """
-    held: list[_Held] = []
-    opened: dict[str, ShardBytes] = {}
-    for shard_id in sorted(shards):
-        try:
-            one = _Held.find(memory, shard_id, info.snapshot)
-            opened[shard_id] = one.verified()
-            held.append(one)
-        except SnapshotUnavailableError as error:
-            opened[shard_id] = _rebuilt(memory, shard_id, info.snapshot, error)
+    """Verify these shards of a snapshot, and notice if they are given up meanwhile."""
+    held = {shard_id: _Held.find(memory, shard_id, info.snapshot) for shard_id in sorted(shards)}
+    opened = {shard_id: one.verified() for shard_id, one in held.items()}
 
     def check() -> None:
-        for one in held:
+        for one in held.values():
             one.check()
 
     check()
     yield OpenSnapshot(info, memory.job, memory.lineage, opened, check)
     check()
-
-
-def _rebuilt(
-    memory: Memory, shard_id: str, snapshot: SnapshotId, cause: SnapshotUnavailableError
-) -> ShardBytes:
-    """The shard from the rest of its stripe, every byte verified; ``cause`` is why."""
-    log.warning("%s; it is rebuilt from parity", cause)
-    holding = memory.holdings.get(shard_id)
-    own = None if holding is None else memory.arenas[holding.node, shard_id]
-    try:
-        survivors = Survivors.find(memory.holdings, shard_id, snapshot)
-        data = rebuild(survivors, snapshot, memory.arenas, own)
-        stripe = next(iter(survivors.holdings.values())).arena
-        data.flags.writeable = False
-        where = "the parity of its stripe"
-        block_bytes, algorithm = stripe.block_bytes, stripe.digest_algorithm
-        return verified_shard(data, survivors.record, block_bytes, algorithm, where)
-    except (SnapshotUnavailableError, ArenaError) as error:
-        raise SnapshotUnavailableError(f"{cause}; parity does not replace it: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -172,7 +138,6 @@ class _Held:
             self.arena.data(self.slot),
             self.record,
             header.geometry.block_bytes,
-            header.digest_algorithm,
             str(self.arena.path),
         )
 
@@ -242,38 +207,6 @@ class LiveSource:
             ):
                 yield opened
 
-    def rebuild_newest(self) -> tuple[SnapshotInfo, list[RebuiltNode]]:
-        """Rebuild every node's shards of the newest protected snapshot from the other nodes'.
-
-        SnapshotUnavailableError if none is protected, or each was superseded while it was read.
-        """
-        problem: SnapshotUnavailableError | None = None
-        for _ in range(MOST_TRIES):
-            with scan(self._folders) as memory:
-                infos, problems = complete_snapshots(memory, self._known)
-                protected = [info for info in infos if info.level == "protected"]
-                if not protected:
-                    raise SnapshotUnavailableError(
-                        "; ".join(["no snapshot is protected (yet)", *problems])
-                    )
-                try:
-                    return protected[0], _rebuild_each(memory, protected[0].snapshot)
-                except SnapshotUnavailableError as error:
-                    problem = error
-        raise SnapshotUnavailableError(f"{MOST_TRIES} snapshots were superseded: {problem}")
-
-
-def _rebuild_each(memory: Memory, snapshot: SnapshotId) -> list[RebuiltNode]:
-    """One outcome a node.  SnapshotUnavailableError if the snapshot was given up meanwhile."""
-    holdings = memory.holdings
-    with pinned(_folders_of(memory), snapshot):
-        held = [_Held.find(memory, s, snapshot) for s in holdings if holdings[s].slot(snapshot)]
-        nodes = sorted({holding.node for holding in holdings.values()})
-        rebuilt = [rebuild_node(holdings, memory.arenas, node, snapshot) for node in nodes]
-        for one in held:
-            one.check()
-    return rebuilt
-
 
 def _folders_of(memory: Memory) -> list[Path]:
     """The folders of the nodes that own arenas."""
@@ -289,9 +222,7 @@ def _members(holdings: Mapping[str, Holding]) -> set[str]:
 def complete_snapshots(
     memory: Memory, known: Collection[str] = ()
 ) -> tuple[list[SnapshotInfo], tuple[str, ...]]:
-    """Decided snapshots that every shard holds, or that parity gives back for those that do not,
-    newest first; and what is in the way of others.
-    """
+    """Decided snapshots that every shard holds, newest first; and what is in the way of others."""
     shards = _members(memory.holdings) | set(known)
     infos: list[SnapshotInfo] = []
     problems, undecided = list(memory.damaged), []
@@ -301,8 +232,7 @@ def complete_snapshots(
     for snapshot in candidates(memory.holdings):
         slots = {s: h.slot(snapshot) for s, h in memory.holdings.items()}
         held = [slot for slot in slots.values() if slot is not None]
-        absent = sorted(s for s in shards if slots.get(s) is None)
-        lacking = [s for s in absent if not _can_be_rebuilt(memory.holdings, s, snapshot)]
+        lacking = sorted(s for s in shards if slots.get(s) is None)
         if not _decided(held):
             undecided.append(f"snapshot {snapshot} is not committed")
         elif lacking:
@@ -312,14 +242,6 @@ def complete_snapshots(
             infos.append(SnapshotInfo(snapshot, held[0].iteration, level))
     # Beside a complete one, a snapshot that is still on its way is nothing to worry about.
     return infos, tuple(problems if infos else problems + undecided)
-
-
-def _can_be_rebuilt(holdings: Mapping[str, Holding], shard_id: str, snapshot: SnapshotId) -> bool:
-    try:
-        Survivors.find(holdings, shard_id, snapshot)
-    except SnapshotUnavailableError:
-        return False
-    return True
 
 
 def _decided(slots: Sequence[SlotHeader]) -> bool:

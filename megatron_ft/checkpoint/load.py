@@ -30,12 +30,11 @@ from megatron_ft.arena.format import SlotState
 from megatron_ft.arena.mapping import Mapping
 from megatron_ft.checkpoint import disk_format
 from megatron_ft.checkpoint.disk_format import MANIFEST, DiskCalls, Manifest, ShardFile
-from megatron_ft.checkpoint.source import OpenSnapshot, ShardBytes, SnapshotInfo, take_apart
+from megatron_ft.checkpoint.source import ShardBytes, take_apart
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import (
     CheckpointDamagedError,
-    ConfigError,
     ControlPlaneError,
     DrainError,
     MegatronFTError,
@@ -159,8 +158,6 @@ class ShardReader:
                 f"{path} has {self.size} bytes, the manifest says {line.bytes}"
             )
         self.start = disk_format.header_length(self._head(disk_format.LENGTH_BYTES), str(path))
-        if self.start > self.size:
-            raise CheckpointDamagedError(f"{path} ends inside its header")
         raw = self._head(self.start)
         if disk_format.header_digest(raw) != line.header_digest:
             raise CheckpointDamagedError(
@@ -168,7 +165,7 @@ class ShardReader:
             )
         self.header = disk_format.unpack_header(raw, str(path))
         self.record: SealedRecord = self.header.record
-        self._how = (self.header.block_bytes, self.header.digest_algorithm)
+        self._block_bytes = self.header.block_bytes
 
     def check_named(self, shard_id: str, line: ShardFile, manifest: Manifest) -> None:
         """CheckpointDamagedError unless this is the shard that the manifest names."""
@@ -188,7 +185,7 @@ class ShardReader:
         assert data.size == self.record.used_bytes
         for at in range(0, data.size, PIECE_BYTES):
             self._read(data[at : at + PIECE_BYTES].data, self.start + at)
-        if bad := digest.verify_shard(data, self.record, *self._how):
+        if bad := digest.verify_shard(data, self.record, self._block_bytes):
             raise self._damage(bad)
 
     def verify(self) -> None:
@@ -201,7 +198,7 @@ class ShardReader:
             piece = buffer[: min(blocks * block, end - first * block)]
             self._read(piece.data, self.start + first * block)
             known = expected[first : first + blocks]
-            bad += digest.wrong_blocks(piece, first, known, *self._how)
+            bad += digest.wrong_blocks(piece, first, known, self._block_bytes)
         if bad:
             raise self._damage(bad)
 
@@ -237,71 +234,7 @@ class ShardReader:
             rest, at = rest[count:], at + count
 
 
-def open_checkpoint(directory: Path) -> CheckpointSource:
-    """One checkpoint, or all complete ones of a job in a drain folder.
-
-    ConfigError if there is none, or they are of several jobs.
-    """
-    if not directory.is_dir():
-        raise ConfigError(f"{directory} is no folder; give a checkpoint or a drain folder")
-    if disk_format.is_complete(directory) or disk_format.is_checkpoint_name(directory.name):
-        return CheckpointSource(directory, [directory])
-    folders = sorted(f for f in directory.iterdir() if disk_format.is_checkpoint_name(f.name))
-    if not folders:
-        raise ConfigError(f"{directory} holds no checkpoint: no folder like iter_0000020-1.7-...")
-    jobs = {folder.name.rpartition("-")[2]: folder for folder in folders}
-    if len(jobs) > 1:
-        examples = ", ".join(str(folder) for folder in jobs.values())
-        raise ConfigError(
-            f"{directory} holds checkpoints of {len(jobs)} jobs; give one: {examples}"
-        )
-    return CheckpointSource(directory, folders)
-
-
-class CheckpointSource:
-    """A SnapshotSource over checkpoints of one job on disk."""
-
-    def __init__(self, directory: Path, folders: list[Path]) -> None:
-        self._directory, self._folders = directory, folders
-        self._problems: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return str(self._directory)
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """See SnapshotSource."""
-        return self._problems
-
-    def snapshots(self) -> list[SnapshotInfo]:
-        """See SnapshotSource; only manifests are read."""
-        infos, problems = [], []
-        for folder in self._folders:
-            try:
-                manifest = read_manifest(folder)
-                infos.append(SnapshotInfo(manifest.snapshot, manifest.iteration, LEVEL))
-            except CheckpointDamagedError as error:
-                problems.append(str(error))
-        self._problems = tuple(problems)
-        return sorted(infos, key=lambda info: info.snapshot, reverse=True)
-
-    @contextmanager
-    def open(self, info: SnapshotInfo) -> Iterator[OpenSnapshot]:
-        """See SnapshotSource."""
-        folder, manifest = self._find(info)
-        shards = {shard_id: _open_shard(folder, shard_id, manifest) for shard_id in manifest.shards}
-        yield OpenSnapshot(info, manifest.job, manifest.lineage, shards, lambda: None)
-
-    def _find(self, info: SnapshotInfo) -> tuple[Path, Manifest]:
-        for folder in self._folders:
-            if f"-{info.snapshot}-" in folder.name or len(self._folders) == 1:
-                manifest = read_manifest(folder)
-                if manifest.snapshot == info.snapshot:
-                    return folder, manifest
-        raise SnapshotUnavailableError(f"{self} has no checkpoint of snapshot {info.snapshot}")
-
-
-def _open_shard(folder: Path, shard_id: str, manifest: Manifest) -> ShardBytes:
+def open_bytes(folder: Path, shard_id: str, manifest: Manifest) -> ShardBytes:
     """Every byte is checked through read calls; what is mapped is in the page cache then."""
     with open_shard(folder, shard_id, manifest) as reader:
         reader.verify()
@@ -309,7 +242,7 @@ def _open_shard(folder: Path, shard_id: str, manifest: Manifest) -> ShardBytes:
         data = mapping.view(np.uint8, reader.start, reader.record.used_bytes)
         header, path = reader.header, str(reader.path)
     try:
-        return take_apart(data, header.record, header.block_bytes, header.digest_algorithm, path)
+        return take_apart(data, header.record, header.block_bytes, path)
     except SnapshotUnavailableError as error:
         raise CheckpointDamagedError(f"{error}; take another checkpoint") from error
 
@@ -381,13 +314,11 @@ def fill(
     """
     with Arena.open(path) as arena, open_shard(folder, shard_id, manifest, disk) as reader:
         data = arena.data(_waiting_slot(arena, manifest.snapshot), writable=True)
-        here = (arena.geometry.block_bytes, arena.header.digest_algorithm)
-        there = (reader.header.block_bytes, reader.header.digest_algorithm)
+        here, there = arena.geometry.block_bytes, reader.header.block_bytes
         if here != there:
             raise DrainError(
-                f"{reader.path} has digests by algorithm {there[1]} of blocks of {there[0]} bytes, "
-                f"{path} by {here[1]} of {here[0]}: export the checkpoint with the release that "
-                "wrote it, and start from the export"
+                f"{reader.path} has digests of blocks of {there} bytes, {path} of {here}: export "
+                "the checkpoint with the release that wrote it, and start from the export"
             )
         used = reader.record.used_bytes
         if used > data.size:

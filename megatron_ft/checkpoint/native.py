@@ -122,13 +122,8 @@ def wish_of(args: Any) -> tuple[int | None, ...]:
 
     The checkpoint's iteration, and the one that training is to continue with if that is given.
     """
-    step, going_on = getattr(args, "ckpt_step", None), _override(args)
-    return (step,) if going_on is None else (step, going_on)
-
-
-def _override(args: Any) -> int | None:
-    found: int | None = getattr(args, "override_ckpt_iteration", None)
-    return found
+    override = getattr(args, "override_ckpt_iteration", None)
+    return (getattr(args, "ckpt_step", None), *([] if override is None else [override]))
 
 
 def disk_of(args: Any) -> DiskStart:
@@ -143,35 +138,26 @@ def disk_of(args: Any) -> DiskStart:
         return DiskStart(0 if getattr(args, "pretrained_checkpoint", None) else -1)
     if getattr(args, "finetune", False):
         return DiskStart(0)
-    found = getattr(args, "ckpt_step", None) or tracked_iteration(Path(directory, TRACKER))
-    override = _override(args)
+    step, override = (
+        getattr(args, "ckpt_step", None),
+        getattr(args, "override_ckpt_iteration", None),
+    )
+    found = step or tracked_iteration(Path(directory, TRACKER))
     if found < 0:
         return DiskStart(-1)
-    resumed = override is None and noted(Path(directory)) == found
-    return DiskStart(found if override is None else override, _asked(args), resumed)
+    asked = [f"--ckpt-step {step}"] if step else []
+    if override is None:
+        return DiskStart(found, " ".join(asked), noted(Path(directory)) == found)
+    return DiskStart(override, " ".join([*asked, f"--override-ckpt-iteration {override}"]), False)
 
 
 def tracked_iteration(tracker: Path) -> int:
     """The iteration that a tracker file names, 0 for a release, -1 if there is no such file."""
-    try:
-        word = tracker.read_text(errors="replace").strip()
-    except OSError:
-        return -1
-    return int(word) if word.isdigit() else 0
+    word = _word(tracker)
+    return (int(word) if word.isdigit() else 0) if tracker.is_file() else -1
 
 
 def noted(folder: Path) -> int:
     """The iteration whose checkpoint in this folder is to be resumed from, -1 for none."""
-    try:
-        word = (folder / RESUME_NOTE).read_text(errors="replace").strip()
-    except OSError:
-        return -1
+    word = _word(folder / RESUME_NOTE)
     return int(word) if word.isdigit() else -1
-
-
-def _asked(args: Any) -> str:
-    flags = {
-        "--ckpt-step": getattr(args, "ckpt_step", None) or None,
-        "--override-ckpt-iteration": _override(args),
-    }
-    return " ".join(f"{flag} {value}" for flag, value in flags.items() if value is not None)

@@ -56,7 +56,6 @@ class ShardBytes:
     objects: bytes
     form: bytes
     block_bytes: int
-    digest_algorithm: int
     origin: str
 
     def bytes_of(self, entry: LayoutEntry) -> NDArray[np.uint8]:
@@ -64,7 +63,7 @@ class ShardBytes:
         return self.data[entry.offset : entry.offset + entry.nbytes]
 
 
-class OpenSnapshot(Mapping[str, ShardBytes]):
+class OpenSnapshot(dict[str, ShardBytes]):
     """All shards of one snapshot by shard id, readable until the source's context ends.
 
     ``job`` and ``lineage`` say whose it is and what it descends from.
@@ -78,21 +77,12 @@ class OpenSnapshot(Mapping[str, ShardBytes]):
         shards: Mapping[str, ShardBytes],
         check: Callable[[], None],
     ) -> None:
+        super().__init__(shards)
         self.info, self.job, self.lineage = info, job, lineage
         self.check = check
         """SnapshotUnavailableError if memory was reused since it was verified: what was read
         may then be anything.  Call it after the last read, before the result is published;
         the end of the context calls it too."""
-        self._shards = dict(shards)
-
-    def __getitem__(self, shard_id: str) -> ShardBytes:
-        return self._shards[shard_id]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shards)
-
-    def __len__(self) -> int:
-        return len(self._shards)
 
 
 class SnapshotSource(Protocol):
@@ -154,27 +144,25 @@ def verified_shard(
     data: NDArray[np.uint8],
     record: SealedRecord,
     block_bytes: int,
-    algorithm: int,
     origin: str,
 ) -> ShardBytes:
     """Check every byte of a sealed region, then ``take_apart``.
 
     ``data`` may be longer than the region.  SnapshotUnavailableError names the bad blocks.
     """
-    bad = digest.verify_shard(data, record, block_bytes, algorithm)
+    bad = digest.verify_shard(data, record, block_bytes)
     if bad:
         raise SnapshotUnavailableError(
             f"shard {record.shard_id} of snapshot {record.snapshot} in {origin}: {len(bad)} of its "
             f"blocks of {block_bytes} bytes do not match their digests ({digest.name_blocks(bad)})"
         )
-    return take_apart(data, record, block_bytes, algorithm, origin)
+    return take_apart(data, record, block_bytes, origin)
 
 
 def take_apart(
     data: NDArray[np.uint8],
     record: SealedRecord,
     block_bytes: int,
-    algorithm: int,
     origin: str,
 ) -> ShardBytes:
     """The parts of a sealed region whose bytes were checked; the objects are not decoded.
@@ -188,6 +176,4 @@ def take_apart(
             f"shard {record.shard_id} in {origin} holds another layout than its record names"
         )
     region = data[: record.used_bytes]
-    return ShardBytes(
-        record, region, layout, meta.objects, meta.form, block_bytes, algorithm, origin
-    )
+    return ShardBytes(record, region, layout, meta.objects, meta.form, block_bytes, origin)

@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
-import select
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -25,14 +23,13 @@ from megatron_ft.core import private_files, procfs
 from megatron_ft.core.environment import JOB, NODE_DIR, SOCKET_NAME
 from megatron_ft.core.errors import ConfigError, ControlPlaneError, UntrustedFileError
 from megatron_ft.rpc.local_query import ask, has_listener
-from megatron_ft.rpc.messages import Discard, Ok, Refused, Status, StatusRequest
-from megatron_ft.smp.node_folder import LOCK_NAME, PID_NAME
+from megatron_ft.rpc.messages import Discard, Ok, Refused
+from megatron_ft.smp.node_folder import LOCK_NAME
 from megatron_ft.supervisor.job_state import JobState, is_supervised, state_folder
 
 EXIT_CODES = {1: "the job given with --job still runs and was left alone"}
 
 SMP_END_SECONDS = 10.0
-ORPHAN_END_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -74,15 +71,14 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.job is not None:
         folders = [f for f in folders if f.job == arguments.job]
         gone = JobFolder(root / arguments.job)
-        if not folders and not arguments.dry_run and end_orphans(gone, arguments.state_dir):
+        if not folders and not arguments.dry_run and end_smps(gone, arguments.state_dir):
             return 0
         if not folders:
             raise ConfigError(f"no job {arguments.job!r} under {root}; see `--all --dry-run`")
     # SMPs take their arenas with them.
     sizes = {folder: folder.allocated_bytes() for folder in folders}
     if arguments.job is not None and not arguments.dry_run:
-        end_idle_smps(folders[0])
-        end_orphans(folders[0], arguments.state_dir)
+        end_smps(folders[0], arguments.state_dir)
     running = [f for f, size in sizes.items() if not _clean_one(f, size, arguments)]
     if not folders:
         print(f"nothing to clean under {root}")
@@ -104,76 +100,43 @@ def find_jobs(root: Path) -> list[JobFolder]:
     return [JobFolder(path) for path in _subfolders(root)]
 
 
-def end_idle_smps(folder: JobFolder) -> None:
-    """End the SMPs of a job that nobody supervises any more, and wait until they are gone.
+def end_smps(folder: JobFolder, state_dir: Path | None) -> int:
+    """End the SMPs of a job that no supervisor leads; how many had to be killed.
 
-    One that has a supervisor refuses, and then counts as a living process of the job.
+    Each is asked; one that has a supervisor refuses.  SMPs whose socket or folder was removed
+    cannot be asked: they are killed if nothing else of the job lives, and no supervisor holds the
+    job's state.
     """
-    for node in folder.nodes():
-        try:
-            pidfd = os.pidfd_open(_read_pid(node / PID_NAME))
-        except (OSError, ValueError, OverflowError):
-            continue
-        try:
-            answer = ask(node / SOCKET_NAME, Discard())
-            if isinstance(answer, Ok):
-                select.select([pidfd], [], [], SMP_END_SECONDS)
-            elif isinstance(answer, Refused):
-                print(f"{folder.job}: node {node.name}: {answer.reason}", file=sys.stderr)
-        except (ControlPlaneError, UntrustedFileError) as error:
-            print(f"{folder.job}: {error}", file=sys.stderr)
-        finally:
-            os.close(pidfd)
-
-
-def end_orphans(folder: JobFolder, state_dir: Path | None) -> int:
-    """End SMPs of the job that nobody can ask any more; how many.
-
-    Their socket or their folder was removed, and they ignore SIGTERM, as a scheduler sends it.
-    An SMP is the job's if this user started it with the job's name and a folder of the job.  None
-    is ended while anything else of the job lives, or a supervisor holds the job's state.
-    """
-    members = _members(folder)
-    if not members or not all(_is_orphan(pid, folder) for pid in members):
-        return 0
-    if is_supervised(folder.job, state_dir):
-        return 0
-    for pid in members:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + ORPHAN_END_SECONDS
-    while any(_is_orphan(pid, folder) for pid in members) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    whom = f"job {folder.job}"
-    procfs.kill_matching(lambda pid: pid in members and _is_orphan(pid, folder), whom)
-    print(f"{folder.job}: ended {len(members)} SMPs whose socket is gone")
-    return len(members)
-
-
-def _is_orphan(pid: int, folder: JobFolder) -> bool:
-    """True if this is an SMP of the job whose socket nobody serves."""
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"megatron_ft.smp" not in command:
-            return False
-        marks = procfs.read_environment(pid)
-        inside = Path(marks.get(NODE_DIR, "")).parent == folder.path.absolute()
-        own = marks.get(JOB) == folder.job and inside
-        return own and not has_listener(Path(marks[NODE_DIR]) / SOCKET_NAME)
-    except (OSError, UntrustedFileError):
-        return False
-
-
-def keeps_snapshots(folder: JobFolder) -> bool:
-    """True if SMPs that no supervisor leads are all that runs of the job."""
-    statuses: list[Status] = []
+    ending = False
     for node in folder.nodes():
         with suppress(ControlPlaneError, UntrustedFileError, OSError):
-            answer = ask(node / SOCKET_NAME, StatusRequest())
-            statuses += [answer] if isinstance(answer, Status) else []
-    members = _members(folder)
-    idle = {s.pid for s in statuses if s.lease_seconds_left <= 0}
-    return bool(idle) and members <= idle
+            answer = ask(node / SOCKET_NAME, Discard())
+            ending |= isinstance(answer, Ok)
+            if isinstance(answer, Refused):
+                print(f"{folder.job}: node {node.name}: {answer.reason}", file=sys.stderr)
+    deadline = time.monotonic() + SMP_END_SECONDS * ending
+    while any(map(_is_smp, _members(folder))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = _members(folder)
+    if not left or not all(map(_is_orphan, left)) or is_supervised(folder.job, state_dir):
+        return 0
+    procfs.kill_matching(lambda pid: pid in left and _is_orphan(pid), f"job {folder.job}")
+    print(f"{folder.job}: ended {len(left)} SMPs whose socket is gone")
+    return len(left)
+
+
+def _is_smp(pid: int) -> bool:
+    with suppress(OSError):
+        return b"megatron_ft.smp" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return False
+
+
+def _is_orphan(pid: int) -> bool:
+    """True if this is an SMP whose socket nobody serves."""
+    node_dir = procfs.read_environment(pid).get(NODE_DIR, "")
+    with suppress(OSError, UntrustedFileError):
+        return _is_smp(pid) and not has_listener(Path(node_dir) / SOCKET_NAME)
+    return False
 
 
 def _allocated(file: Path) -> int:
@@ -197,15 +160,11 @@ def _clean_one(folder: JobFolder, size: int, arguments: argparse.Namespace) -> b
     mebibytes = size / (1 << 20)
     with locked(folder) as free:
         reason = "an SMP or supervisor holds its lock" if not free else living_process(folder)
-        if reason and keeps_snapshots(folder):
-            print(
-                f"{folder.job}: stopped, its SMPs keep its snapshots, left alone; free them with "
-                f"`megatron-ft clean --job {folder.job}`",
-                file=sys.stderr,
-            )
-            return False
         if reason:
-            print(f"{folder.job}: still runs ({reason}), left alone", file=sys.stderr)
+            text = f"{folder.job}: still runs ({reason}), left alone"
+            if all(map(_is_smp, _members(folder))):
+                text += f"; SMPs of a stopped job end with `megatron-ft clean --job {folder.job}`"
+            print(text, file=sys.stderr)
             return False
         if not arguments.dry_run:
             shutil.rmtree(folder.path)
@@ -255,13 +214,9 @@ def _open_lock(path: Path) -> int | None:
 def living_process(folder: JobFolder) -> str:
     """Name a living process of the job, "" if there is none.
 
-    Process ids in files are shown but not trusted alone, since the kernel gives numbers out again.
+    Processes are found by their environment: the kernel gives numbers in files out again.
     """
     members = _members(folder)
-    for node in folder.nodes():
-        pid = _read_pid(node / PID_NAME)
-        if pid in members:
-            return f"process {pid}, the SMP of node {node.name}"
     return f"process {min(members)}" if members else ""
 
 
@@ -274,10 +229,3 @@ def _members(folder: JobFolder) -> set[int]:
         for pid, marks in environments.items()
         if marks.get(JOB) == folder.job or marks.get(NODE_DIR, "").startswith(inside)
     }
-
-
-def _read_pid(path: Path) -> int:
-    try:
-        return int(private_files.read_file(path))
-    except (OSError, ValueError, UntrustedFileError):
-        return -1

@@ -19,8 +19,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron_ft.checkpoint.drained import open_checkpoint
 from megatron_ft.checkpoint.export import FORMATS, export
-from megatron_ft.checkpoint.load import open_checkpoint
 from megatron_ft.checkpoint.source import SnapshotSource, open_newest
 from megatron_ft.cli import common
 from megatron_ft.core.errors import ConfigError

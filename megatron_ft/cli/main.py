@@ -59,7 +59,6 @@ _HOW_TO_GET = {
     "megatron": "install Megatron, or on Python >= 3.12: pip install 'megatron-ft[megatron]'",
     "deepspeed": "pip install 'megatron-ft[deepspeed]'",
     "mpi4py": "build mpi4py against your cluster's MPI, or: pip install 'megatron-ft[mpi]'",
-    "matplotlib": "pip install 'megatron-ft[demo]'",
 }
 
 

@@ -24,7 +24,6 @@ from pathlib import Path
 
 from megatron_ft.cli import run_place
 from megatron_ft.cli.common import say
-from megatron_ft.cli.doctor.examine import no_kill, warning
 from megatron_ft.cli.run_folders import RunSummary, folders_ready, make_folder
 from megatron_ft.cli.run_place import RunPlace
 from megatron_ft.cli.training_command import (
@@ -46,13 +45,12 @@ from megatron_ft.core.errors import (
     UnrecoverableError,
 )
 from megatron_ft.core.identity import SHRINK
+from megatron_ft.launchers.slurm.allocation import NO_KILL_ADVICE, no_kill
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState, state_folder
 from megatron_ft.supervisor.membership import NoSpareError
-from megatron_ft.supervisor.orders import Sizes
-from megatron_ft.supervisor.placement import describe_domains, read_domains
-from megatron_ft.supervisor.processes import modules_of
-from megatron_ft.supervisor.spec import JobSpec, open_files_needed, raise_open_files
+from megatron_ft.supervisor.placement import read_domains
+from megatron_ft.supervisor.spec import JobSpec, raise_open_files
 from megatron_ft.supervisor.supervisor import (
     EXIT_DRAINED,
     EXIT_INTERRUPTED,
@@ -97,8 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--failure-domains",
         metavar="FILE",
-        help="which nodes fail together: a file of lines `rack1: node[0-3],node7`, or Slurm's "
-        "topology.conf; slurm: what `scontrol show topology` says (default: each node is alone)",
+        help="which nodes fail together: a file of lines `rack1: node[0-3],node7` (default: each "
+        "node is alone)",
     )
     parser.add_argument(
         "--state-dir",
@@ -150,8 +148,11 @@ def main(arguments: argparse.Namespace) -> int:
     notes = state_folder(arguments.job, arguments.state_dir)
     meeting = run_place.meeting_folder(arguments)
     place = run_place.place_of(arguments, settings.arena_dir, notes, meeting, settings.on_no_spare)
-    if arguments.launcher == run_place.SLURM and (said := warning(no_kill())):
-        say(said)
+    if arguments.launcher == run_place.SLURM and not no_kill():
+        say(
+            "megatron-ft: warning: --no-kill is not seen: without it Slurm kills the whole job, "
+            f"and its memory, when a node is lost; {NO_KILL_ADVICE}"
+        )
     code = 1
     try:
         code = _supervise(arguments, command, settings, place)
@@ -171,7 +172,7 @@ def _supervise(
         spec = spec_from(arguments, command, settings, place)
         if arguments.launcher == run_place.VIRTUAL:
             check_command(command)
-        raise_open_files(open_files_needed(spec))
+        raise_open_files()
         make_folder("--log-dir", arguments.log_dir)
     with JobState(notes, spec.name) as state, ExitStack() as held:
         with _leaving_nothing(place):
@@ -179,9 +180,6 @@ def _supervise(
         supervisor = Supervisor(spec, place.launcher, state, place.hosts)
         supervisor.observers.add(Printer())
         supervisor.observers.add(end := RunSummary())
-        if spec.domains:
-            active = supervisor.members.active
-            say(describe_domains(active, place.launcher.nodes(), spec.domains, spec.scheme))
         try:
             code = asyncio.run(_run(supervisor))
         except MegatronFTError:
@@ -219,6 +217,7 @@ def spec_from(
 ) -> JobSpec:
     """The job that flags and settings describe; ConfigError or ProtectionError if it makes no
     sense."""
+    isal.load()  # Digests and parity need it: where it is missing, say so before anything starts.
     settle_ranks(arguments, command)
     source, shrinks = arguments.failure_domains, settings.on_no_spare == SHRINK
     check_torchrun(command, place.nodes, arguments.ranks_per_node, fewer=shrinks)
@@ -230,16 +229,11 @@ def spec_from(
         ranks_per_node=arguments.ranks_per_node,
         trainer_per_node=arguments.trainer_per_node,
         settings=settings,
-        sizes=Sizes(crc=isal.available()),
         from_scratch=arguments.from_scratch,
         restore_from=arguments.restore_from,
         log_dir=arguments.log_dir or state_folder(arguments.job, arguments.state_dir) / "logs",
         domains=read_domains(source, place.launcher.nodes()) if source else {},
         place_seconds=place.seconds_left,
-        # Virtual nodes share this machine's memory for files.
-        warm_modules=()
-        if arguments.launcher == run_place.VIRTUAL
-        else modules_of(settings.spare_imports, command),
     )
 
 

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from megatron_ft.launchers.agents.rendezvous import (
     node_rank,
     read_hostfile,
 )
-from megatron_ft.launchers.launcher import HostSource, Launcher
+from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.launchers.slurm.allocation import Allocation, ReplacementHosts
 from megatron_ft.launchers.slurm.launcher import SlurmLauncher
 from megatron_ft.launchers.virtual import VirtualCluster, default_root
@@ -47,7 +48,10 @@ _LOOK_SECONDS = 0.5
 _SSH = "ssh -o BatchMode=yes"
 # Nothing is there (RFC 5737), but the way to it is the way out of this machine.
 _ANYWHERE = "192.0.2.1"
-_ONLY = {"hostfile": HOSTFILE, "remote_shell": HOSTFILE, "node_rank": NODES, "node_name": NODES}
+_ONLY = {
+    "hostfile": HOSTFILE, "remote_shell": HOSTFILE, "node_rank": NODES, "node_name": NODES,
+    "srun_flags": SLURM, "sbatch_flags": SLURM,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class RunPlace:
     clean: Callable[[], None]
     destroy: Callable[[], None]
     hint: str
-    hosts: HostSource | None = None
+    hosts: ReplacementHosts | None = None
     leave: Callable[[int], None] = lambda code: None
 
 
@@ -141,7 +145,8 @@ def place_of(
     root, hold = root or default_root(), on_no_spare == HOLD
     if arguments.launcher == SLURM:
         return _slurm(arguments, root, state_folder, hold)
-    _refuse_slurms(arguments, hold)
+    if hold:
+        raise ConfigError("--on-no-spare hold needs --launcher slurm")
     if arguments.launcher in (NODES, HOSTFILE):
         return _gather(arguments, root, meeting_folder)
     nodes: int = VIRTUAL_NODES if arguments.nodes is None else arguments.nodes
@@ -154,24 +159,9 @@ def place_of(
     return RunPlace(cluster, nodes, 0.0, cluster.clean, cluster.destroy, hint)
 
 
-def _refuse_slurms(arguments: argparse.Namespace, hold: bool) -> None:
-    given = {
-        "--srun-flags": arguments.srun_flags,
-        "--sbatch-flags": arguments.sbatch_flags,
-        "--on-no-spare hold": hold,
-    }
-    for flag in (name for name, value in given.items() if value):
-        raise ConfigError(f"{flag} needs --launcher slurm")
-
-
 def _slurm(arguments: argparse.Namespace, root: Path, state_folder: Path, hold: bool) -> RunPlace:
     allocation = Allocation.from_environment()
     there = len(allocation.names)
-    if int(os.environ.get("SLURM_HET_SIZE", "1")) > 1:
-        say(
-            f"megatron-ft: job {allocation.job_id} is heterogeneous; only the nodes of this "
-            f"component are used: {', '.join(allocation.names)}"
-        )
     nodes: int = there - arguments.spares if arguments.nodes is None else arguments.nodes
     if nodes < 1 or nodes + arguments.spares > there:
         raise ConfigError(
@@ -202,7 +192,7 @@ def _slurm(arguments: argparse.Namespace, root: Path, state_folder: Path, hold: 
 def _refuse_other_flags(arguments: argparse.Namespace) -> None:
     """ConfigError for flags of another launcher."""
     for name, launcher in _ONLY.items():
-        if getattr(arguments, name) is not None and arguments.launcher != launcher:
+        if getattr(arguments, name) not in (None, "") and arguments.launcher != launcher:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag} needs --launcher {launcher}")
     if arguments.launcher == HOSTFILE and arguments.hostfile is None:
@@ -269,18 +259,10 @@ def own_address(environment: Mapping[str, str], towards: str = "") -> str:
 
     That towards one of them, MASTER_ADDR if it is here, or the one towards the outside.
     """
-    master = environment.get("MASTER_ADDR", "")
-    for host in (towards, master, _ANYWHERE):
-        try:
-            address = socket.gethostbyname(host) if host else ""
-            if host == master and address:
-                with socket.socket() as probe:
-                    probe.bind((address, 0))
-                return address
-            if address:
-                return address_towards(address)
-        except OSError:
-            continue
+    for host in (towards, environment.get("MASTER_ADDR", ""), _ANYWHERE):
+        with suppress(OSError):
+            if host:
+                return address_towards(socket.gethostbyname(host))
     return "127.0.0.1"
 
 

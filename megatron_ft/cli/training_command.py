@@ -86,19 +86,13 @@ def settle(
         sources.append(section.source)
     _refuse_contradictions(sources)
     settings = resolve(*sources, environment_source(environment))
+    off = []
     if flags.without_effect and not (section is not None and section.enabled):
-        say(
-            f"megatron-ft: warning: the training command has {', '.join(flags.without_effect)} but "
-            f"not {SWITCH}: without it Megatron takes no snapshots and nothing is protected",
-            sys.stderr,
-        )
+        off.append(f"the training command has {', '.join(flags.without_effect)} but not {SWITCH}")
     if section is not None and not section.enabled and section.source.given:
-        label = section.source.label(json_section.ENABLED)
-        say(
-            f"megatron-ft: warning: {label} is not true: DeepSpeed takes no snapshots and nothing "
-            "is protected",
-            sys.stderr,
-        )
+        off.append(f"{section.source.label(json_section.ENABLED)} is not true")
+    for text in off:
+        say(f"megatron-ft: warning: {text}: nothing is protected", sys.stderr)
     return settings
 
 
@@ -147,29 +141,20 @@ def check_torchrun(
             "nodes` (docs/launchers.md)"
         )
     for name, value in _flags(command):
-        flag = f"--{name}{'' if name in _SWITCHES else ' ' + value}"
-        if name == "max-restarts" and value != "0":
+        flag = f"torchrun's --{name}{'' if name in _SWITCHES else ' ' + value}"
+        ours = (
+            name in _RENDEZVOUS
+            or (name == "max-restarts" and value != "0")
+            or (name == "nnodes" and (fewer or value != str(nodes)))
+        )
+        if ours:
             raise ConfigError(
-                f"torchrun's {flag}: its restarts would mix incarnations of the "
-                "job; drop the flag, megatron-ft run restarts all ranks itself"
-            )
-        if name in _RENDEZVOUS:
-            raise ConfigError(
-                f"torchrun's {flag}: megatron-ft run says where the ranks meet, anew at every "
-                "start; drop the flag"
-            )
-        if name == "nnodes" and fewer:
-            raise ConfigError(
-                f"torchrun's {flag}: with --on-no-spare shrink the number of nodes may change; "
-                "drop the flag, megatron-ft run tells torchrun"
-            )
-        if name == "nnodes" and value != str(nodes):
-            raise ConfigError(
-                f"torchrun's {flag}: {nodes} nodes train; drop the flag and give --nodes {value}"
+                f"{flag}: drop the flag, megatron-ft run restarts all ranks itself and says where "
+                f"they meet and how many nodes train (--nodes, {nodes} here)"
             )
         if name == "nproc-per-node" and value != str(ranks_per_node):
             raise ConfigError(
-                f"torchrun's {flag} and --ranks-per-node {ranks_per_node} differ: write the same "
+                f"{flag} and --ranks-per-node {ranks_per_node} differ: write the same "
                 "number, or a number in the one and nothing in the other"
             )
 

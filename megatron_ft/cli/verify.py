@@ -1,11 +1,9 @@
 """Check every byte of a checkpoint on disk, or of a job's snapshots in memory.
 
-  megatron-ft verify DIR | --job NAME [--rebuild]
+  megatron-ft verify DIR | --job NAME
 
-DIR is one checkpoint that was drained, or a folder with several.  Nothing is changed.
-With --rebuild, each node's shards of the newest protected snapshot are rebuilt from parity as if
-that node were lost, and compared with the live ones.  The job may run meanwhile; snapshots that
-need the memory that is read are skipped.  All arenas of a stripe must be on this machine.
+DIR is one checkpoint that was drained, or a folder with several.  Nothing is changed.  The job may
+run meanwhile; snapshots that need the memory that is read are skipped.
 """
 
 from __future__ import annotations
@@ -13,20 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.checkpoint.live import LiveSource
-from megatron_ft.checkpoint.load import open_checkpoint
+from megatron_ft.checkpoint.drained import open_checkpoint
 from megatron_ft.checkpoint.source import SnapshotSource
 from megatron_ft.cli import common
-from megatron_ft.core.background import lower_priority
-from megatron_ft.core.errors import ConfigError, SnapshotUnavailableError
+from megatron_ft.core.errors import SnapshotUnavailableError
 
 EXIT_CODES: Mapping[int, str] = {
     3: "something is damaged or incomplete, but a whole snapshot is there",
-    4: "there is no whole snapshot, or with --rebuild no protected one",
+    4: "there is no whole snapshot",
 }
 
 
@@ -36,9 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("directory", nargs="?", type=Path, metavar="DIR", help="on disk")
     which.add_argument("--job", help="in the memory of this job")
     common.add_folders(parser)
-    parser.add_argument(
-        "--rebuild", action="store_true", help="rebuild each node's shards from parity and compare"
-    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -54,30 +46,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _found(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.directory is not None:
-        if arguments.rebuild:
-            raise ConfigError("--rebuild needs --job: a checkpoint on disk has no parity")
         return check(open_checkpoint(arguments.directory))
-    source = common.open_memory(arguments)
-    return check_rebuild(source) if arguments.rebuild else check(source)
-
-
-def check_rebuild(source: LiveSource) -> dict[str, Any]:
-    """The newest protected snapshot, and each node's shards rebuilt as if it were lost."""
-    lower_priority()
-    found: dict[str, Any] = {"source": str(source), "snapshots": [], "problems": []}
-    try:
-        info, nodes = source.rebuild_newest()
-    except SnapshotUnavailableError as error:
-        return found | {"rebuilt": [], "problems": [str(error)]}
-    entry = {"snapshot": str(info.snapshot), "iteration": info.iteration, "level": info.level}
-    entry |= {"shards": sum(n.shards for n in nodes), "bytes": sum(n.bytes for n in nodes)}
-    problems = [f"node {node.node}: {node.problem}" for node in nodes if node.problem]
-    rebuilt = [asdict(node) for node in nodes]
-    return found | {
-        "snapshots": [entry | {"problem": ""}],
-        "rebuilt": rebuilt,
-        "problems": problems,
-    }
+    return check(common.open_memory(arguments))
 
 
 def check(source: SnapshotSource) -> dict[str, Any]:
@@ -100,15 +70,8 @@ def render(found: dict[str, Any]) -> str:
     lines = [found["source"]]
     for entry in found["snapshots"]:
         what = f"iteration {entry['iteration']}, snapshot {entry['snapshot']} ({entry['level']})"
-        how = "rebuilt" if "rebuilt" in found else "whole"
-        whole = f"{how}: {entry['shards']} shards, {entry['bytes'] / (1 << 20):.1f} MiB"
+        whole = f"whole: {entry['shards']} shards, {entry['bytes'] / (1 << 20):.1f} MiB"
         lines.append(f"  {what}: {entry['problem'] or whole}")
-    lines += [
-        f"  node {node['node']} as if lost: {node['bytes'] / (1 << 20):.1f} MiB rebuilt in "
-        f"{node['seconds']:.2f} s, every byte as it is there"
-        for node in found.get("rebuilt", ())
-        if not node["problem"]
-    ]
     lines += [f"  {problem}" for problem in found["problems"]]
     if not found["snapshots"]:
         lines.append("  no complete snapshot")

@@ -20,7 +20,6 @@ from megatron_ft.config.setting import (
     INTERVAL,
     SCHEME,
     WHOLE,
-    WORD,
     Setting,
     bandwidth,
     folder,
@@ -170,21 +169,11 @@ class SnapshotConfig:
         "Longest wait before optimizer.step() for a running capture; then it is abandoned.",
         job=False,
     )
-    on_hang: str = one_of(
-        ("restart", "report"),
-        "What follows when training makes no progress: a restart from memory, or only a report.",
-    )
     hang_seconds: float = seconds(
         600.0,
-        "Training that makes no progress for at least so long, and for hang_factor times the "
-        "longest such time so far, hangs. 0: hangs are not looked for.",
+        "Training that makes no progress for at least so long, and for five times the longest such "
+        "time so far, hangs. 0: hangs are not looked for.",
         never=True,
-    )
-    hang_factor: float = number(
-        5.0,
-        "See hang_seconds.",
-        allowed="a number >= 1",
-        accepts=lambda v: v >= 1,
     )
     straggler_percent: float = number(
         5.0,
@@ -198,13 +187,6 @@ class SnapshotConfig:
         "When a node is lost and no spare is left, what memory can serve is drained; then stop, "
         "hold memory until a Slurm job of its own has brought a host, or shrink: continue with "
         "fewer data-parallel ranks from an export in drain_export_dir.",
-    )
-    spare_imports: str = setting(
-        WORD,
-        "auto",
-        "What spare nodes import once, at low priority, so that trainers start there sooner: "
-        "auto for torch and the framework in the command, none, or modules with commas between.",
-        allowed="auto, none or modules",
     )
     register_timeout_seconds: float = seconds(
         600.0,

@@ -127,15 +127,6 @@ def load() -> IsaL:
     )
 
 
-def available() -> bool:
-    """True if ``load`` would succeed."""
-    try:
-        load()
-    except MissingEnvironmentError:
-        return False
-    return True
-
-
 def crc64(buffer: Bytes) -> int:
     """CRC-64/XZ of a contiguous buffer, faster than memcpy."""
     return load().crc64(buffer)

@@ -92,7 +92,9 @@ def known_class(cls: type) -> KnownClass | None:
     if cls.__module__.partition(".")[0] == "torch":
         _register_torch()
         return _by_class.get(cls)
-    return _framework_class(cls)
+    if (found := _framework_class(cls)) is not None:
+        _by_class[cls] = found
+    return found
 
 
 def known_name(name: str) -> KnownClass | None:

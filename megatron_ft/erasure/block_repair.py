@@ -17,7 +17,6 @@ from functools import partial
 import numpy as np
 
 from megatron_ft.core.isal import Bytes
-from megatron_ft.erasure.codec import Kernel
 from megatron_ft.erasure.handshake import Introduction, agreed_records, introduce
 from megatron_ft.erasure.member import (
     Check,
@@ -25,10 +24,10 @@ from megatron_ft.erasure.member import (
     DataCheck,
     MemberView,
     StripeCode,
-    chunk_of,
     digest_table_of,
     parity_digests_of,
     parity_root,
+    piece_of,
 )
 from megatron_ft.erasure.transport import ExchangeWindow, Link, MessageKind, Transport, barrier
 
@@ -211,35 +210,24 @@ def places_of(code: StripeCode, member: int, damage: Damage) -> list[tuple[bool,
     ]
 
 
-def piece_of(code: StripeCode, view: MemberView, member: int, row: int, part: slice) -> Bytes:
-    """A member's symbol of a row, cut to ``part`` of the chunk."""
-    symbol = code.layout.symbol(row, member)
-    region = view.parity if code.layout.is_parity(symbol) else view.data
-    return chunk_of(code, region, code.layout.chunk(symbol))[part]
-
-
 Checks = tuple[Check | None, Check | None]
 """Checks of a member's data and of its parity; None where its digests prove nothing."""
 
 
 class RowSolver:
-    """Solves rows of one stripe; keeps the kernels that it has used."""
+    """Solves rows of one stripe."""
 
     def __init__(self, code: StripeCode) -> None:
         self._code, self._codec = code, code.codec()
-        self._kernels: dict[tuple[tuple[int, ...], tuple[int, ...]], Kernel] = {}
 
     def solve(self, row: int, pieces: Mapping[int, Bytes], wanted: Sequence[int]) -> list[Bytes]:
         """The pieces of the ``wanted`` members, in new buffers, from those of k other members."""
         layout = self._code.layout
-        given = tuple(layout.symbol(row, member) for member in pieces)
-        missing = tuple(layout.symbol(row, member) for member in wanted)
-        key = missing, given
-        if key not in self._kernels:
-            self._kernels[key] = self._codec.kernel(missing, given)
+        given = [layout.symbol(row, member) for member in pieces]
+        missing = [layout.symbol(row, member) for member in wanted]
         sources = list(pieces.values())
         outputs = [np.empty_like(sources[0]) for _ in wanted]
-        self._kernels[key](sources, outputs)
+        self._codec.kernel(missing, given)(sources, outputs)
         return outputs
 
     def solve_block(
@@ -292,28 +280,18 @@ def recompute(
     link = Link(transport, peers, index)
     introductions = introduce(link, member)
     agreed_records(introductions)
-    places = places_of(code, target, damage)
-    result = RecomputedBlocks()
+    places, result = places_of(code, target, damage), RecomputedBlocks()
     if link.member == target:
-        _Solver(link, code, introductions, member).run(places, result)
+        _take_and_solve(link, code, member, introductions, places, result)
     else:
-        _give(link, code, member, target, places)
+        window = ExchangeWindow(link)
+        for _, _, place in places:
+            part = slice(place.offset, place.offset + code.block_bytes)
+            piece = piece_of(code, member, link.member, place.row, part)
+            window.post(partial(_send, link, piece, target))
+        window.drain()
     barrier(link)
     return result
-
-
-def _give(
-    link: Link,
-    code: StripeCode,
-    member: MemberView,
-    target: int,
-    places: Sequence[tuple[bool, int, Place]],
-) -> None:
-    window = ExchangeWindow(link)
-    for _, _, place in places:
-        piece = piece_of(code, member, link.member, place.row, _part(code, place))
-        window.post(partial(_send, link, piece, target))
-    window.drain()
 
 
 def _send(link: Link, piece: Bytes, target: int) -> list[object]:
@@ -324,45 +302,34 @@ def _receive(link: Link, buffer: Bytes, source: int) -> list[object]:
     return [link.receive(buffer, source, MessageKind.SOURCE)]
 
 
-def _part(code: StripeCode, place: Place) -> slice:
-    return slice(place.offset, place.offset + code.block_bytes)
-
-
-class _Solver:
-    """The damaged member: receives a row's block from every other one, and solves."""
-
-    def __init__(
-        self,
-        link: Link,
-        code: StripeCode,
-        introductions: Mapping[int, Introduction],
-        member: MemberView,
-    ) -> None:
-        self._link = link
-        self._solver = RowSolver(code)
-        self._others = [n for n in range(code.members) if n != link.member]
-        self._checks = {
-            n: checks_of(code, introductions[n])
-            for n in self._others
-            # A record that is not the one that was protected with ours proves nothing.
-            if member.stripe_table and introductions[n].record == member.stripe_table[n]
-        }
-        self._buffers = {n: np.empty(code.block_bytes, np.uint8) for n in self._others}
-
-    def run(self, places: Sequence[tuple[bool, int, Place]], result: RecomputedBlocks) -> None:
-        for parity, number, place in places:
-            solved = self._solve(place)
-            if solved is None:
-                result.left += 1
-            else:
-                (result.parity if parity else result.data)[number] = solved
-
-    def _solve(self, place: Place) -> Bytes | None:
-        window = ExchangeWindow(self._link)
-        for source in self._others:
-            window.post(partial(_receive, self._link, self._buffers[source], source))
+def _take_and_solve(
+    link: Link,
+    code: StripeCode,
+    member: MemberView,
+    introductions: Mapping[int, Introduction],
+    places: Sequence[tuple[bool, int, Place]],
+    result: RecomputedBlocks,
+) -> None:
+    """Receive a row's block from every other member, and solve; place after place."""
+    others = [n for n in range(code.members) if n != link.member]
+    checks = {
+        n: checks_of(code, introductions[n])
+        for n in others
+        # A record that is not the one that was protected with ours proves nothing.
+        if member.stripe_table and introductions[n].record == member.stripe_table[n]
+    }
+    buffers = {n: np.empty(code.block_bytes, np.uint8) for n in others}
+    solver = RowSolver(code)
+    for parity, number, place in places:
+        window = ExchangeWindow(link)
+        for source in others:
+            window.post(partial(_receive, link, buffers[source], source))
         window.drain()
-        return self._solver.solve_block(place, self._link.member, self._buffers, self._checks)
+        solved = solver.solve_block(place, link.member, buffers, checks)
+        if solved is None:
+            result.left += 1
+        else:
+            (result.parity if parity else result.data)[number] = solved
 
 
 def checks_of(code: StripeCode, introduction: Introduction) -> Checks:

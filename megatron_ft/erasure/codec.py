@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -35,11 +36,7 @@ class Codec:
 
     def kernel(self, wanted: Sequence[int], given: Sequence[int]) -> Kernel:
         """Compute the ``wanted`` symbols from the k ``given`` ones, in these orders."""
-        if not isal.available() and self.kind != "rs":
-            return _xor_kernel(wanted, given)
-        library = isal.load()
-        tables = library.tables(self.coefficients(wanted, given))
-        return lambda sources, outputs: library.encode(tables, sources, outputs)
+        return _isal_kernel(self, tuple(wanted), tuple(given))
 
     def encode_kernel(self) -> Kernel:
         """Compute all parities from all data columns."""
@@ -70,32 +67,19 @@ class Codec:
         return matrix
 
 
-def _xor_kernel(wanted: Sequence[int], given: Sequence[int]) -> Kernel:
-    """XOR and whole copies without ISA-L.
-
-    With one parity every missing symbol is the XOR of all k others; with one data
-    symbol all symbols are equal, which is the XOR of the one given.
-    """
-    same = [given.index(symbol) if symbol in given else None for symbol in wanted]
-
-    def compute(sources: Sequence[Bytes], outputs: Sequence[Bytes]) -> None:
-        for place, output in zip(same, outputs, strict=True):
-            chosen = sources if place is None else sources[place : place + 1]
-            np.copyto(output, chosen[0])
-            for source in chosen[1:]:
-                np.bitwise_xor(output, source, out=output)
-
-    return compute
+@lru_cache(maxsize=512)
+def _isal_kernel(codec: Codec, wanted: tuple[int, ...], given: tuple[int, ...]) -> Kernel:
+    library = isal.load()
+    tables = library.tables(codec.coefficients(wanted, given))
+    return lambda sources, outputs: library.encode(tables, sources, outputs)
 
 
 def open_codec(kind: str, data_members: int, parity_members: int) -> Codec:
     """The codec of a scheme.
 
-    ConfigError for a kind without parity or unknown, MissingEnvironmentError if
-    Reed-Solomon is wanted and ISA-L is not there.
+    ConfigError for a kind without parity or unknown, MissingEnvironmentError without ISA-L.
     """
     if kind not in ("xor", "rs", "replica") or data_members < 1 or parity_members < 1:
         raise ConfigError(f"there is no codec {kind!r} with {data_members}+{parity_members}")
-    if kind == "rs":
-        isal.load()
+    isal.load()
     return Codec(kind, data_members, parity_members)

@@ -16,7 +16,6 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -83,16 +82,20 @@ def code_of(header: ArenaHeader) -> StripeCode:
         parity_members=header.parity_members,
         data_bytes=header.geometry.data_bytes,
         block_bytes=header.geometry.block_bytes,
-        digest_algorithm=header.digest_algorithm,
     )
 
 
-def member_of(arena: Arena, slot: int, header: SlotHeader, *, writable: bool = False) -> MemberView:
-    """A slot's regions with the record and roots of ``header``, which proves them."""
+def member_of(
+    arena: Arena, slot: int, header: SlotHeader, *, data: bool = False, parity: bool = False
+) -> MemberView:
+    """A slot's regions with the record and roots of ``header``, which proves them.
+
+    Data and parity are read-only unless asked for.
+    """
     return MemberView(
-        data=arena.data(slot, writable=writable),
-        parity=arena.parity(slot, writable=writable),
-        parity_digests=arena.parity_digests(slot, writable=writable),
+        data=arena.data(slot, writable=data),
+        parity=arena.parity(slot, writable=parity),
+        parity_digests=arena.parity_digests(slot, writable=parity),
         record=header.record,
         parity_root=header.parity_root,
         stripe_table=header.stripe_table,
@@ -118,7 +121,6 @@ class StripeCode:
     parity_members: int
     data_bytes: int
     block_bytes: int
-    digest_algorithm: int
 
     def __post_init__(self) -> None:
         """Refuse lengths that do not divide."""
@@ -223,6 +225,13 @@ def chunk_of(code: StripeCode, region: Bytes, chunk: int) -> Bytes:
     return region[chunk * code.chunk_bytes : (chunk + 1) * code.chunk_bytes]
 
 
+def piece_of(code: StripeCode, view: MemberView, member: int, row: int, part: slice) -> Bytes:
+    """A member's symbol of a row, cut to ``part`` of the chunk."""
+    symbol = code.layout.symbol(row, member)
+    region = view.parity if code.layout.is_parity(symbol) else view.data
+    return chunk_of(code, region, code.layout.chunk(symbol))[part]
+
+
 class CorruptMemberError(CorruptBlockError):
     """A member's bytes, digest table or record are wrong; that member counts as lost.
 
@@ -240,19 +249,27 @@ class CorruptMemberError(CorruptBlockError):
         self.shard_id, self.block = shard_id, block
 
 
-class Check(Protocol):
+class Check:
     """Looks for wrong blocks in one region of one member."""
+
+    def __init__(self, code: StripeCode, shard_id: str, wrong: str) -> None:
+        """``wrong`` says what a wrong block is."""
+        self._code, self._shard_id, self._wrong = code, shard_id, wrong
 
     def bad_blocks(self, offset: int, piece: Bytes) -> list[int]:
         """Numbers of the wrong blocks of whole blocks of bytes that lie at ``offset``."""
-        ...
+        raise NotImplementedError
 
     def require(self, offset: int, piece: Bytes) -> None:
         """CorruptMemberError naming the first wrong block, if there is one."""
-        ...
+        self._refuse(self.bad_blocks(offset, piece))
+
+    def _refuse(self, bad: list[int]) -> None:
+        for block in bad:
+            raise CorruptMemberError(self._shard_id, self._wrong, block)
 
 
-class DataCheck:
+class DataCheck(Check):
     """A shard's data against its digest table, which is first checked against its root.
 
     Bytes of the table itself are compared with the table that was exchanged, bytes
@@ -261,7 +278,9 @@ class DataCheck:
 
     def __init__(self, code: StripeCode, record: SealedRecord, table: Bytes) -> None:
         """CorruptMemberError if table and record do not belong together."""
-        self._code, self._record, self._bytes = code, record, table
+        wrong = "its data does not match the digest taken at capture"
+        super().__init__(code, record.shard_id, wrong)
+        self._record, self._bytes = record, table
         blocks = -(-record.digest_offset // code.block_bytes)
         if not 0 <= record.digest_offset <= record.used_bytes <= code.data_bytes:
             raise CorruptMemberError(record.shard_id, f"its record has impossible lengths {record}")
@@ -274,10 +293,6 @@ class DataCheck:
     def bad_blocks(self, offset: int, piece: Bytes) -> list[int]:
         """See Check."""
         return self._bad(offset, piece, self._found(offset, piece))
-
-    def require(self, offset: int, piece: Bytes) -> None:
-        """See Check."""
-        self._refuse(self.bad_blocks(offset, piece))
 
     def required_digests(self, offset: int, piece: Bytes) -> Digests:
         """Like ``require``; returns the digests of the piece's blocks, which must be whole.
@@ -304,12 +319,6 @@ class DataCheck:
             return bad
         return sorted({*bad, (offset + covered) // self._code.block_bytes})
 
-    def _refuse(self, bad: list[int]) -> None:
-        for block in bad:
-            raise CorruptMemberError(
-                self._record.shard_id, "its data does not match the digest taken at capture", block
-            )
-
     def _tail_matches(self, offset: int, piece: Bytes, covered: int) -> bool:
         in_table = _clip(self._record.used_bytes - offset, piece)
         start = offset + covered - self._record.digest_offset
@@ -317,12 +326,13 @@ class DataCheck:
         return np.array_equal(piece[covered:in_table], part) and not piece[in_table:].any()
 
 
-class ParityCheck:
+class ParityCheck(Check):
     """A member's parity against the digests that were taken when it was computed."""
 
     def __init__(self, code: StripeCode, shard_id: str, digests: Digests, root: bytes) -> None:
         """CorruptMemberError if the digests do not match their root."""
-        self._code, self._shard_id, self._digests = code, shard_id, digests
+        super().__init__(code, shard_id, "its parity does not match its digest")
+        self._digests = digests
         if digests.size != code.parity_blocks or parity_root(digests) != root:
             raise CorruptMemberError(shard_id, "its parity digests do not match their root")
 
@@ -331,11 +341,6 @@ class ParityCheck:
         first = offset // self._code.block_bytes
         wanted = self._digests[first : first + _blocks(self._code, piece.nbytes)]
         return _differing(_digests(self._code, piece), wanted, first)
-
-    def require(self, offset: int, piece: Bytes) -> None:
-        """See Check."""
-        for block in self.bad_blocks(offset, piece):
-            raise CorruptMemberError(self._shard_id, "its parity does not match its digest", block)
 
 
 def parity_root(digests: Digests) -> bytes:
@@ -358,7 +363,7 @@ def parity_digests_of(code: StripeCode, parity: Bytes) -> Digests:
 def _digests(code: StripeCode, piece: Bytes) -> Digests:
     out = np.zeros(_blocks(code, piece.nbytes), np.uint64)
     if piece.nbytes:
-        digest_blocks(piece, code.block_bytes, code.digest_algorithm, out)
+        digest_blocks(piece, code.block_bytes, out)
     return out
 
 

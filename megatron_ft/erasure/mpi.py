@@ -47,22 +47,8 @@ class MpiTransport:
     def __init__(self, communicator: MPI.Intracomm | None = None) -> None:
         """Make the counter start at zero; one communicator may serve many transports."""
         self._communicator = MPI.COMM_WORLD if communicator is None else communicator
-        self._bytes_sent = 0
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return self._communicator.Get_rank()
-
-    @property
-    def size(self) -> int:
-        """Number of processes."""
-        return self._communicator.Get_size()
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes given to ``isend`` so far."""
-        return self._bytes_sent
+        self.rank, self.size = self._communicator.Get_rank(), self._communicator.Get_size()
+        self.bytes_sent = 0
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Pending:
         """Start sending the whole buffer, which may be read-only memory.
@@ -70,7 +56,7 @@ class MpiTransport:
         A large one counts as sent only once its receiver has a buffer for it, whatever MPI sends
         ahead: so what it keeps for a slow member is bounded.
         """
-        self._bytes_sent += buffer.nbytes
+        self.bytes_sent += buffer.nbytes
         start = self._communicator.Issend if buffer.nbytes > _SMALL else self._communicator.Isend
         return start([buffer, MPI.BYTE], peer, tag)
 

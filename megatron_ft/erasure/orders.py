@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 from uuid import UUID
 
 from megatron_ft.arena.arena import Arena
@@ -24,7 +24,7 @@ from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.erasure.block_repair import Damage, RecomputedBlocks, recompute
 from megatron_ft.erasure.encode import EncodeResult, encode
-from megatron_ft.erasure.member import MemberView, StripeCode
+from megatron_ft.erasure.member import MemberView, StripeCode, member_of
 from megatron_ft.erasure.rebuild import RebuildResult, rebuild
 from megatron_ft.erasure.transport import Transport
 from megatron_ft.rpc.messages import (
@@ -42,6 +42,15 @@ from megatron_ft.rpc.messages import (
 Order = EncodeOrder | RebuildOrder | RepairOrder
 
 _Result = TypeVar("_Result")
+
+
+class _Done(NamedTuple):
+    """One member's finished part of an order."""
+
+    member: int
+    result: EncodeResult | RebuildResult | RecomputedBlocks
+    bytes_sent: int
+    seconds: float
 
 
 class ArenaShelf:
@@ -91,110 +100,77 @@ class OrderRunner:
 
         Any exception leaves the world unusable, since other members may be waiting for ours.
         """
+        pace = Pace(self._encode_rate)
         for stripe in order.stripes:
+
+            def timed(member: int, stripe: StripeOrder = stripe) -> _Done:
+                transport, start = self._open_transport(), time.monotonic()
+                result = self._work(order, stripe, member, transport, pace)
+                return _Done(member, result, transport.bytes_sent, time.monotonic() - start)
+
             local = self._local_members(stripe)
-            if isinstance(order, EncodeOrder):
-                yield from self._encode(order, stripe, local)
-            elif isinstance(order, RebuildOrder):
-                yield from self._rebuild(order, stripe, local)
-            else:
-                yield from self._repair(order, stripe, local)
+            # Two members of one stripe on one node (reduced protection) talk to each other, so
+            # neither can be done before the other; the transport must then allow threads.
+            finished = _in_threads(timed, local) if len(local) > 1 else map(timed, local)
+            for done in list(finished):
+                yield from self._reports(order, stripe, done)
         yield OrderDone(order.snapshot, order.world)
 
-    def _encode(
-        self, order: EncodeOrder, stripe: StripeOrder, local: Sequence[int]
-    ) -> Iterator[Message]:
-        pace = Pace(self._encode_rate)
-
-        def work(member: int, transport: Transport) -> EncodeResult:
+    def _work(
+        self, order: Order, stripe: StripeOrder, member: int, transport: Transport, pace: Pace
+    ) -> EncodeResult | RebuildResult | RecomputedBlocks:
+        """Do one member's part of an order on one stripe."""
+        code, peers = _code(stripe), stripe.world_ranks
+        if isinstance(order, EncodeOrder):
             view = self._view(order.snapshot, stripe, member, parity=True)
-            peers = stripe.world_ranks
             reach("encode.ordered")
-            return encode(_code(stripe), view, transport, peers, index=member, pace=pace)
-
-        for member, result, sent, seconds in self._together(local, work):
-            _require_members(stripe, [r.shard_id for r in result.stripe_table])
-            reach("encode.done")
-            yield Encoded(
-                snapshot=order.snapshot,
-                world=order.world,
-                shard_id=stripe.members[member],
-                parity_root=result.parity_root,
-                stripe_table=result.stripe_table,
-                bytes_sent=sent,
-                seconds=seconds,
-            )
-
-    def _rebuild(
-        self, order: RebuildOrder, stripe: StripeOrder, local: Sequence[int]
-    ) -> Iterator[Message]:
-        lost = {stripe.members.index(shard) for shard in stripe.lost}
-
-        def work(member: int, transport: Transport) -> RebuildResult:
+            return encode(code, view, transport, peers, index=member, pace=pace)
+        if isinstance(order, RebuildOrder):
+            lost = {stripe.members.index(shard) for shard in stripe.lost}
             if member in lost:
                 view = self._lost_view(stripe, member)
             else:
                 view = self._view(order.snapshot, stripe, member)
-            peers = stripe.world_ranks
             reach("rebuild.ordered")
-            return rebuild(_code(stripe), view, transport, peers, lost, index=member)
-
-        for member, result, sent, seconds in self._together(local, work):
-            _require_members(stripe, [r.shard_id for r in result.stripe_table])
-            _require_snapshot(order.snapshot, result.record.snapshot, stripe.members[member])
-            if member in lost:
-                reach("rebuild.done")
-                yield Rebuilt(
-                    snapshot=order.snapshot,
-                    world=order.world,
-                    shard_id=stripe.members[member],
-                    record=result.record,
-                    parity_root=result.parity_root,
-                    stripe_table=result.stripe_table,
-                    bytes_sent=sent,
-                    seconds=seconds,
-                )
-                self._shelf.drop(stripe.arenas[stripe.members[member]])
-
-    def _repair(
-        self, order: RepairOrder, stripe: StripeOrder, local: Sequence[int]
-    ) -> Iterator[Message]:
+            return rebuild(code, view, transport, peers, lost, index=member)
+        view = self._view(order.snapshot, stripe, member)
         target = stripe.members.index(order.shard_id)
         damage = Damage(order.data_blocks, order.parity_blocks)
+        return recompute(code, view, transport, peers, target, damage, index=member)
 
-        def work(member: int, transport: Transport) -> RecomputedBlocks:
-            view = self._view(order.snapshot, stripe, member)
-            peers = stripe.world_ranks
-            return recompute(_code(stripe), view, transport, peers, target, damage, index=member)
-
-        for member, result, _, _ in self._together(local, work):
-            if member == target:
+    def _reports(self, order: Order, stripe: StripeOrder, done: _Done) -> Iterator[Message]:
+        """What the SMP is told of one member's part; a survivor of a rebuild has nothing to say."""
+        result, shard = done.result, stripe.members[done.member]
+        if isinstance(result, RecomputedBlocks):
+            if isinstance(order, RepairOrder) and shard == order.shard_id:
                 yield Recomputed(
                     snapshot=order.snapshot,
                     world=order.world,
-                    shard_id=order.shard_id,
+                    shard_id=shard,
                     data={number: raw.tobytes() for number, raw in result.data.items()},
                     parity={number: raw.tobytes() for number, raw in result.parity.items()},
                     left=result.left,
                 )
-
-    def _together(
-        self, local: Sequence[int], work: Callable[[int, Transport], _Result]
-    ) -> list[tuple[int, _Result, int, float]]:
-        """Do our members' work at once, and add bytes sent and seconds.
-
-        Two members of one stripe on one node (reduced protection) talk to each other, so
-        neither can be done before the other; the transport must then allow threads.
-        """
-
-        def timed(member: int) -> tuple[int, _Result, int, float]:
-            transport, start = self._open_transport(), time.monotonic()
-            result = work(member, transport)
-            return member, result, transport.bytes_sent, time.monotonic() - start
-
-        if len(local) == 1:
-            return [timed(local[0])]
-        return _in_threads(timed, local)
+            return
+        _require_members(stripe, [r.shard_id for r in result.stripe_table])
+        known: dict[str, Any] = {
+            "snapshot": order.snapshot,
+            "world": order.world,
+            "shard_id": shard,
+            "parity_root": result.parity_root,
+            "stripe_table": result.stripe_table,
+            "bytes_sent": done.bytes_sent,
+            "seconds": done.seconds,
+        }
+        if isinstance(result, EncodeResult):
+            reach("encode.done")
+            yield Encoded(**known)
+            return
+        _require_snapshot(order.snapshot, result.record.snapshot, shard)
+        if shard in stripe.lost:
+            reach("rebuild.done")
+            yield Rebuilt(record=result.record, **known)
+            self._shelf.drop(stripe.arenas[shard])
 
     def _local_members(self, stripe: StripeOrder) -> list[int]:
         local = [m for m, rank in enumerate(stripe.world_ranks) if rank == self._rank]
@@ -214,24 +190,12 @@ class OrderRunner:
         arena, slot = self._shelf.take(stripe.arenas[shard]), stripe.slots[shard]
         header = arena.slot(slot)
         _require_sealed(snapshot, header, shard)
-        return MemberView(
-            data=arena.data(slot),
-            parity=arena.parity(slot, writable=parity),
-            parity_digests=arena.parity_digests(slot, writable=parity),
-            record=header.record,
-            parity_root=header.parity_root,
-            stripe_table=header.stripe_table,
-        )
+        return member_of(arena, slot, header, parity=parity)
 
     def _lost_view(self, stripe: StripeOrder, member: int) -> MemberView:
         shard = stripe.members[member]
         arena, slot = self._shelf.take(stripe.arenas[shard]), stripe.slots[shard]
-        return MemberView(
-            data=arena.data(slot, writable=True),
-            parity=arena.parity(slot, writable=True),
-            parity_digests=arena.parity_digests(slot, writable=True),
-            record=None,
-        )
+        return member_of(arena, slot, SlotHeader(), data=True, parity=True)
 
 
 def _in_threads(work: Callable[[int], _Result], members: Sequence[int]) -> list[_Result]:
@@ -266,7 +230,6 @@ def _code(stripe: StripeOrder) -> StripeCode:
         parity_members=stripe.parity_members,
         data_bytes=stripe.data_bytes,
         block_bytes=stripe.block_bytes,
-        digest_algorithm=stripe.digest_algorithm,
     )
 
 

@@ -21,7 +21,6 @@ from megatron_ft.core.errors import UnrecoverableError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SealedRecord
 from megatron_ft.core.isal import Bytes
-from megatron_ft.erasure.codec import Kernel
 from megatron_ft.erasure.handshake import agreed_table, introduce
 from megatron_ft.erasure.member import (
     Check,
@@ -34,6 +33,7 @@ from megatron_ft.erasure.member import (
     chunk_of,
     parity_digests_of,
     parity_root,
+    piece_of,
 )
 from megatron_ft.erasure.rows import SparePieces
 from megatron_ft.erasure.transport import (
@@ -91,7 +91,7 @@ class RebuildCheck:
         found = self._data[: -(-record.digest_offset // size)].copy()
         if record.digest_offset % size:  # the last block is shared with the table
             last = data[record.digest_offset // size * size : record.digest_offset]
-            found[-1] = digest_block(last, self._code.digest_algorithm)
+            found[-1] = digest_block(last)
         bad = np.flatnonzero(found != digest_table(data, record))
         if bad.size:
             return int(bad[0])
@@ -196,12 +196,6 @@ class _Task:
         return _Unit(row, self.parts[piece], tuple(rotated))
 
 
-def _place(code: StripeCode, member: MemberView, symbol: int, part: slice) -> Bytes:
-    """The bytes of a symbol's piece in a member's regions."""
-    region = member.parity if code.layout.is_parity(symbol) else member.data
-    return chunk_of(code, region, code.layout.chunk(symbol))[part]
-
-
 class _Survivor:
     """Solves one unit a round, and gives k-1 pieces to the other solvers."""
 
@@ -223,7 +217,6 @@ class _Survivor:
         turns = product(range(task.rounds), range(1, self._last_step + 1))
         self._given = Ahead(partial(self._give, *turn) for turn in turns)
         self._solved = spare.sets(2, 0 if self._code.copies_only else len(task.lost))
-        self._kernels: dict[tuple[tuple[int, ...], tuple[int, ...]], Kernel] = {}
 
     def run(self) -> None:
         """Solve all rounds; results go out once some of the next round's transfers run."""
@@ -262,9 +255,11 @@ class _Survivor:
         other = self._task.unit(number, self._own_place - step)
         if other is None or step >= self._code.data_members:
             return ()  # of whole copies a solver has its only source itself
-        symbol = self._code.layout.symbol(other.row, self._link.member)
-        piece = _place(self._code, self._member, symbol, other.part)
+        piece = self._own_piece(other)
         return [self._link.send(piece, other.sources[0], MessageKind.SOURCE)]
+
+    def _own_piece(self, unit: _Unit) -> Bytes:
+        return piece_of(self._code, self._member, self._link.member, unit.row, unit.part)
 
     def _set(self, number: int) -> list[Bytes]:
         return self._gathered[number % len(self._gathered)]
@@ -278,20 +273,19 @@ class _Survivor:
         if unit is None:
             return
         symbols = [self._code.layout.symbol(unit.row, n) for n in unit.sources]
-        own = _place(self._code, self._member, symbols[0], unit.part)
+        own = self._own_piece(unit)
         others = self._set(number)[1 : len(symbols)]
         pieces = [own, *(_cut(buffer, unit.part) for buffer in others)]
         for source, symbol, piece in zip(unit.sources, symbols, pieces, strict=True):
             self._check(source, symbol, unit.part, piece)
         if not self._code.copies_only:
-            wanted = tuple(self._code.layout.symbol(unit.row, n) for n in self._task.lost)
-            self._kernel(wanted, tuple(symbols))(pieces, self._outputs(number, unit))
+            wanted = [self._code.layout.symbol(unit.row, n) for n in self._task.lost]
+            self._codec.kernel(wanted, symbols)(pieces, self._outputs(number, unit))
 
     def _outputs(self, number: int, unit: _Unit) -> list[Bytes]:
         """Buffers for a solved unit, one for each lost member; a whole copy is our own piece."""
         if self._code.copies_only:
-            symbol = self._code.layout.symbol(unit.row, self._link.member)
-            return [_place(self._code, self._member, symbol, unit.part)] * len(self._task.lost)
+            return [self._own_piece(unit)] * len(self._task.lost)
         return [_cut(buffer, unit.part) for buffer in self._solved[number % 2]]
 
     def _check(self, source: int, symbol: int, part: slice, piece: Bytes) -> None:
@@ -299,12 +293,6 @@ class _Survivor:
         data_check, parity_check = self._checks[source]
         check: Check = parity_check if layout.is_parity(symbol) else data_check
         check.require(layout.chunk(symbol) * self._code.chunk_bytes + part.start, piece)
-
-    def _kernel(self, wanted: tuple[int, ...], given: tuple[int, ...]) -> Kernel:
-        key = wanted, given
-        if key not in self._kernels:
-            self._kernels[key] = self._codec.kernel(wanted, given)
-        return self._kernels[key]
 
     def _give_back(self, number: int) -> None:
         unit = self._task.unit(number, self._own_place)
@@ -342,7 +330,7 @@ class _Receiver:
 
     def _receive(self, unit: _Unit, symbol: int) -> list[Pending]:
         code, source = self._code, unit.sources[0]
-        home = _place(code, self._member, symbol, unit.part)
+        home = piece_of(code, self._member, self._link.member, unit.row, unit.part)
         started = [self._link.receive(home, source, MessageKind.RESULT)]
         if code.layout.is_parity(symbol):
             first = code.layout.chunk(symbol) * code.chunk_blocks

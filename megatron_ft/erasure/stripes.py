@@ -98,39 +98,20 @@ def possible_scheme(node_count: int, largest_domain: int, wanted: Scheme) -> Sch
     return None
 
 
-def _indivisible(count: int, scheme: Scheme) -> str:
-    """Remedies where stripes leave nodes over although each is a domain of its own."""
-    fewest, most = scheme.parity_members + 1, scheme.members
-    sizes = f"{most}" if fewest == most else f"{fewest} to {most}"
-    fitting = [n for n in range(most, 2 * count + most) if stripe_sets(n, 1, scheme) is not None]
-    numbers = [max(n for n in fitting if n < count), min(n for n in fitting if n > count)]
-    # Longer stripes survive as many losses, and cost less memory than more parity.
-    kind = "xor" if scheme.kind == "xor" else "rs"
-    longer = (
-        Scheme(kind, data, scheme.parity_members) for data in range(scheme.data_members + 1, count)
-    )
-    other = next(found for found in longer if stripe_sets(count, 1, found) is not None)
-    return (
-        f"{count} nodes cannot be divided into stripes of {scheme}, which have {sizes} nodes: "
-        f"train on {numbers[0]}, with the others as spares, or on {numbers[1]}, or take {other}"
-    )
-
-
 def _refusal(nodes: Sequence[str], name: str, largest: Sequence[str], scheme: Scheme) -> str:
-    if len(largest) == 1:
-        return _indivisible(len(nodes), scheme)
     parity = scheme.parity_members
-    needed = max(-(-len(largest) // parity), -(-len(nodes) // scheme.members))
     text = (
-        f"failure domain {name} holds {len(largest)} of {len(nodes)} nodes "
-        f"({', '.join(largest)}): a stripe of {scheme} survives the loss of {parity}, so they "
-        f"need {needed} stripes of {parity + 1} to {scheme.members} nodes, and {len(nodes)} nodes "
-        f"make at most {len(nodes) // (parity + 1)}"
+        f"{len(nodes)} nodes cannot be divided into stripes of {scheme}, which have {parity + 1} "
+        f"to {scheme.members} nodes"
     )
+    if len(largest) > 1:
+        text += (
+            f" and at most {parity} of one failure domain; {name} holds {len(largest)} "
+            f"({', '.join(largest)})"
+        )
     possible = possible_scheme(len(nodes), len(largest), scheme)
-    if possible is None:
-        return f"{text}. No scheme survives the loss of {name}: take nodes of other domains"
-    return f"{text}. Take nodes of other domains, or {possible}, the nearest that can be met"
+    other = f"or {possible}, the nearest that can be met" if possible else "no scheme can be met"
+    return f"{text}: take another number of nodes, or of other domains; {other}"
 
 
 @dataclass(frozen=True)

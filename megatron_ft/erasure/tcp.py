@@ -18,7 +18,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -28,14 +28,7 @@ from megatron_ft.core import private_files
 from megatron_ft.core.errors import TransportError
 from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.rank_bootstrap import Listening, RankBootstrap
-from megatron_ft.erasure.tcp_sockets import (
-    IO_THREADS,
-    Outlet,
-    Word,
-    WorldInbox,
-    WorldMessage,
-    packed,
-)
+from megatron_ft.erasure.tcp_sockets import IO_THREADS, Outlet, Word, WorldMessage, receive_all
 from megatron_ft.erasure.transport import Pending, wrong_length
 from megatron_ft.rpc.sockets import MOST_BYTES
 
@@ -48,6 +41,14 @@ class Receive:
 
     def __init__(self, buffer: Bytes) -> None:
         self.buffer, self.done = buffer, False
+
+
+class Sent(NamedTuple):
+    """A message to a peer by its number, from 1 on; 0 and no tracker for one to this rank."""
+
+    peer: int
+    number: int
+    tracker: zmq.MessageTracker | None = None
 
 
 class Mailbox:
@@ -96,33 +97,23 @@ class Mailbox:
             self._failure = self._failure or error
             self._changed.notify_all()
 
-    def received(self, receive: Receive) -> bool:
-        """True if the buffer is filled; raises the error that has broken the world."""
+    def is_done(self, transfer: Receive | Sent) -> bool:
+        """True if the buffer is filled, or if the peer took enough for the message to count as
+        sent; raises the error that has broken the world."""
         with self._changed:
-            return self._unless_broken(receive.done)
+            return self._is_done(transfer)
 
-    def has_room(self, peer: int, number: int) -> bool:
-        """True if the peer took enough for message ``number`` to it to count as sent."""
+    def wait(self, transfer: Receive | Sent) -> None:
+        """Wait until ``is_done``."""
         with self._changed:
-            return self._unless_broken(self._room(peer, number))
+            self._changed.wait_for(lambda: self._is_done(transfer))
 
-    def wait_received(self, receive: Receive) -> None:
-        """Wait until the buffer is filled."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._unless_broken(receive.done))
-
-    def wait_room(self, peer: int, number: int) -> None:
-        """Wait until ``has_room``."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._unless_broken(self._room(peer, number)))
-
-    def _room(self, peer: int, number: int) -> bool:
-        return self._taken[peer] + CREDIT >= number
-
-    def _unless_broken(self, value: bool) -> bool:
+    def _is_done(self, transfer: Receive | Sent) -> bool:
         if self._failure is not None:
             raise self._failure
-        return value
+        if isinstance(transfer, Receive):
+            return transfer.done
+        return self._taken[transfer.peer] + CREDIT >= transfer.number
 
     def _fill(self, receive: Receive, peer: int, tag: int, body: memoryview) -> None:
         if body.nbytes != receive.buffer.nbytes:
@@ -143,12 +134,6 @@ EXIT_PEER_GONE = 4
 """Exit status when another rank of the world is gone."""
 
 
-class _Sent(NamedTuple):
-    tracker: zmq.MessageTracker | None
-    peer: int
-    number: int
-
-
 class TcpWorld:
     """This rank's end of a world over TCP; ``transport`` gives views of it.
 
@@ -160,15 +145,14 @@ class TcpWorld:
         self.rank, self.size, self._keys = ticket.rank, ticket.size, ticket.keys()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=IO_THREADS)
         self.mailbox = Mailbox(self._tell_taken)
-        self._outlets: dict[int, Outlet] = {}
-        self._outlets_lock = threading.Lock()
-        self._sent: dict[int, int] = defaultdict(int)
+        self._lock, self._outlets = threading.Lock(), dict[int, Outlet]()
         self._endpoints: list[str] = []
         self._joined, self._left = threading.Event(), threading.Condition()
         self._leaving, self._gone = False, set[int]()
-        self._inbox = WorldInbox(self._context, self._keys, ticket.address)
-        self._inbox.receive(self._arrived, self._broken)
-        listening = Listening(ticket.world, ticket.rank, self._inbox.endpoint)
+        endpoint, self._stop_receiving = receive_all(
+            self._context, self._keys, ticket.address, self._arrived, self._broken
+        )
+        listening = Listening(ticket.world, ticket.rank, endpoint)
         private_files.replace_file(Path(ticket.ready), msgspec.json.encode(listening))
         if not self._joined.wait(TABLE_SECONDS):
             raise TransportError(
@@ -191,33 +175,30 @@ class TcpWorld:
 
     def leave(self) -> None:
         """End well; returns once the others that were met want to leave, too."""
-        with self._outlets_lock:
+        with self._lock:
             self._leaving = True
             met = dict(self._outlets)
         for outlet in met.values():
-            outlet.send(packed(Word.LEAVE, self.rank))
+            outlet.send(Word.LEAVE, self.rank)
         with self._left:
             self._left.wait_for(lambda: self._gone >= met.keys(), LEAVE_SECONDS)
         for outlet in self._outlets.values():
             outlet.close()
-        self._inbox.stop()
+        self._stop_receiving()
         self._context.term()
 
-    def send(self, buffer: Bytes, peer: int, tag: int) -> Pending:
+    def send(self, buffer: Bytes, peer: int, tag: int) -> Sent:
         """Start sending; see Transport."""
         if buffer.nbytes > MOST_BYTES:
             raise ValueError(f"a message of {buffer.nbytes} bytes; at most {MOST_BYTES} can be")
         if peer == self.rank:
             self.mailbox.arrived(peer, tag, memoryview(buffer.tobytes()))
-            return _Sent(None, peer, 0)
-        outlet = self._outlet(peer)
-        with self._outlets_lock:
-            self._sent[peer] += 1
-            number = self._sent[peer]
-        return _Sent(outlet.send(packed(Word.DATA, self.rank, tag), buffer), peer, number)
+            return Sent(peer, 0)
+        number, tracker = self._outlet(peer).send(Word.DATA, self.rank, tag, buffer)
+        return Sent(peer, number, tracker)
 
     def _outlet(self, peer: int) -> Outlet:
-        with self._outlets_lock:
+        with self._lock:
             if peer not in self._outlets:
 
                 def lost(reason: str) -> None:
@@ -240,7 +221,7 @@ class TcpWorld:
 
     def _tell_taken(self, peer: int) -> None:
         if peer != self.rank:
-            self._outlet(peer).send(packed(Word.TAKEN, self.rank))
+            self._outlet(peer).send(Word.TAKEN, self.rank)
 
     def _is_gone(self, peer: int) -> None:
         with self._left:
@@ -264,27 +245,12 @@ class TcpTransport:
     """Transfers of a TcpWorld; see Transport.  Messages hold at most MOST_BYTES."""
 
     def __init__(self, world: TcpWorld) -> None:
-        """Make the counter start at zero."""
-        self._world, self._bytes_sent = world, 0
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return self._world.rank
-
-    @property
-    def size(self) -> int:
-        """Number of processes."""
-        return self._world.size
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes given to ``isend`` so far."""
-        return self._bytes_sent
+        self._world, self.bytes_sent = world, 0
+        self.rank, self.size = world.rank, world.size
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Pending:
         """Start sending the whole buffer, which may be read-only memory."""
-        self._bytes_sent += buffer.nbytes
+        self.bytes_sent += buffer.nbytes
         return self._world.send(buffer, peer, tag)
 
     def irecv(self, buffer: Bytes, peer: int, tag: int) -> Pending:
@@ -293,23 +259,14 @@ class TcpTransport:
 
     def waitall(self, pending: Sequence[Pending]) -> None:
         """Wait until all these transfers are finished; TransportError if the world is over."""
-        mailbox = self._world.mailbox
-        for transfer in pending:
-            if isinstance(transfer, Receive):
-                mailbox.wait_received(transfer)
-            elif isinstance(transfer, _Sent) and transfer.tracker is not None:
-                mailbox.wait_room(transfer.peer, transfer.number)
+        for transfer in cast(Sequence[Receive | Sent], pending):
+            self._world.mailbox.wait(transfer)
+            if isinstance(transfer, Sent) and transfer.tracker is not None:
                 transfer.tracker.wait()
 
     def test(self, pending: Sequence[Pending]) -> bool:
         """True if all these transfers are finished."""
-        return all(self._finished(transfer) for transfer in pending)
-
-    def _finished(self, transfer: Pending) -> bool:
-        mailbox = self._world.mailbox
-        if isinstance(transfer, Receive):
-            return mailbox.received(transfer)
-        assert isinstance(transfer, _Sent)
-        if transfer.tracker is None:
-            return True
-        return transfer.tracker.done and mailbox.has_room(transfer.peer, transfer.number)
+        transfers = cast(Sequence[Receive | Sent], pending)
+        trackers = [one.tracker for one in transfers if isinstance(one, Sent)]
+        moved = all(tracker is None or tracker.done for tracker in trackers)
+        return moved and all(self._world.mailbox.is_done(one) for one in transfers)

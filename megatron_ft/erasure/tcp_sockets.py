@@ -66,13 +66,6 @@ def packed(word: Word, source: int, tag: int = 0) -> bytes:
     return _HEADER.pack(word, source, tag)
 
 
-def unpacked(frames: Sequence[zmq.Frame]) -> WorldMessage:
-    """A message; ValueError or struct.error if it is none of ours."""
-    header, body = frames
-    word, source, tag = _HEADER.unpack(header.buffer)
-    return WorldMessage(Word(word), source, tag, body.buffer)
-
-
 def send_table(keys: JobKeys, endpoints: Sequence[str], linger_seconds: float) -> None:
     """Tell every rank where all of them listen."""
     table = msgspec.json.encode(list(endpoints))
@@ -85,45 +78,42 @@ def send_table(keys: JobKeys, endpoints: Sequence[str], linger_seconds: float) -
             socket.close()
 
 
-class WorldInbox:
-    """Receives all messages to this rank, in a thread that ends with ``context``."""
+def receive_all(
+    context: zmq.Context[Any],
+    keys: JobKeys,
+    address: str,
+    on_arrival: Callable[[WorldMessage], None],
+    on_error: Callable[[str], None],
+) -> tuple[str, Callable[[], None]]:
+    """Listen on a free port of ``address`` alone, and hand over every message, in a new thread.
 
-    def __init__(self, context: zmq.Context[Any], keys: JobKeys, address: str) -> None:
-        """Listen on a free port of ``address``, and of no other."""
-        self._authenticator = ThreadAuthenticator(context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", credentials_provider=keys)
-        self._socket = context.socket(zmq.PULL)
-        self._socket.rcvhwm = 0  # the senders' credit bounds what waits
-        self.endpoint = keys.listen(self._socket, address)
+    Gives the endpoint, and a function that ends it; ``context`` must be terminated afterwards.
+    """
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback("*", credentials_provider=keys)
+    socket = context.socket(zmq.PULL)
+    socket.rcvhwm = 0  # the senders' credit bounds what waits
+    endpoint = keys.listen(socket, address)
 
-    def receive(
-        self, on_arrival: Callable[[WorldMessage], None], on_error: Callable[[str], None]
-    ) -> None:
-        """Hand over every message from now on."""
-        work = (on_arrival, on_error)
-        self._thread = threading.Thread(target=self._run, args=work, name="inbox", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Close; ``context`` must be terminated afterwards, which waits for the thread."""
-        self._authenticator.stop()
-
-    def _run(
-        self, on_arrival: Callable[[WorldMessage], None], on_error: Callable[[str], None]
-    ) -> None:
+    def run() -> None:
         while True:
             try:
-                frames = self._socket.recv_multipart(copy=False)
+                frames = socket.recv_multipart(copy=False)
             except zmq.ContextTerminated:
-                self._socket.close(linger=0)
+                socket.close(linger=0)
                 return
             try:
-                arrival = unpacked(frames)
+                header, body = frames
+                word, source, tag = _HEADER.unpack(header.buffer)
+                arrival = WorldMessage(Word(word), source, tag, body.buffer)
             except (ValueError, struct.error) as error:
                 on_error(f"a message that is none of ours: {error}")
             else:
                 on_arrival(arrival)
+
+    threading.Thread(target=run, name="inbox", daemon=True).start()
+    return endpoint, authenticator.stop
 
 
 class Outlet:
@@ -137,7 +127,7 @@ class Outlet:
         on_lost: Callable[[str], None],
     ) -> None:
         """Connect; a peer that does not answer is noticed only later."""
-        self._lock, self._on_lost = threading.Lock(), on_lost
+        self._lock, self._on_lost, self._messages = threading.Lock(), on_lost, 0
         self._socket = socket = context.socket(zmq.PUSH)
         socket.sndhwm = 0
         socket.linger = int(HEARTBEAT_SECONDS * 1000)
@@ -150,12 +140,18 @@ class Outlet:
         self._watcher.start()
         keys.connect(socket, endpoint)
 
-    def send(self, header: bytes, body: Bytes | bytes = b"") -> zmq.MessageTracker:
-        """Start sending; the tracker is done when ``body`` is not read any more."""
+    def send(
+        self, word: Word, source: int, tag: int = 0, body: Bytes | bytes = b""
+    ) -> tuple[int, zmq.MessageTracker]:
+        """Start sending; how many messages with data were sent now, and a tracker.
+
+        The tracker is done when ``body`` is not read any more.
+        """
         with self._lock:
-            self._socket.send(header, zmq.SNDMORE)
+            self._messages += word is Word.DATA
+            self._socket.send(packed(word, source, tag), zmq.SNDMORE)
             tracker: zmq.MessageTracker = self._socket.send(body, copy=False, track=True)
-        return tracker
+            return self._messages, tracker
 
     def close(self) -> None:
         """Close once all that was sent has left, or after a few seconds."""

@@ -51,36 +51,26 @@ class Transport(Protocol):
     two processes with one tag arrive in the order in which they were started.
     """
 
-    @property
-    def rank(self) -> int:
-        """This process."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Number of processes of the world."""
-        ...
+    rank: int
+    """This process."""
+    size: int
+    """Number of processes of the world."""
 
     @property
     def bytes_sent(self) -> int:
         """Bytes given to ``isend`` so far."""
-        ...
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> Pending:
         """Start sending the whole buffer."""
-        ...
 
     def irecv(self, buffer: Bytes, peer: int, tag: int) -> Pending:
         """Start receiving exactly the buffer's length."""
-        ...
 
     def waitall(self, pending: Sequence[Pending]) -> None:
         """Wait until all these transfers are finished."""
-        ...
 
     def test(self, pending: Sequence[Pending]) -> bool:
         """True if all these transfers are finished; does not wait."""
-        ...
 
 
 class MessageKind(IntEnum):

@@ -22,19 +22,15 @@ class World(Protocol):
     @property
     def library(self) -> str:
         """Name of the library that moves the bytes, for people."""
-        ...
 
     def transport(self) -> Transport:
         """A view of the world with a counter of its own."""
-        ...
 
     def abort(self, code: int) -> None:
         """End all processes of the world, whatever they wait for; does not return."""
-        ...
 
     def leave(self) -> None:
         """End well.  All ranks do so together; no transfer may be under way."""
-        ...
 
 
 def join_world(environment: Mapping[str, str] = os.environ) -> World:

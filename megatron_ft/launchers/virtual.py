@@ -15,8 +15,7 @@ from pathlib import Path
 from megatron_ft.core import private_files, procfs
 from megatron_ft.core.environment import JOB, NODE, READY_NAME, check_names
 from megatron_ft.core.errors import MissingEnvironmentError, UntrustedFileError
-from megatron_ft.launchers.base import BaseLauncher
-from megatron_ft.launchers.launcher import NodeUnreachable, Placement, ProcessGoneError
+from megatron_ft.launchers.launcher import Launcher, NodeUnreachable, Placement, ProcessGoneError
 from megatron_ft.launchers.mpirun import MpiLauncher
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.world import WORLD, WORLD_NODES, Spread, WorldProcess, probe_world
@@ -29,13 +28,15 @@ def default_root() -> Path:
     return Path(f"/dev/shm/megatron-ft-{os.geteuid()}")
 
 
-class VirtualCluster(BaseLauncher):
+class VirtualCluster(Launcher):
     """A Launcher whose nodes are groups of processes of this machine.
 
     Only processes of this user whose environment names exactly this job and node are ever
     touched.  A process that overwrites its own initial environment (as some programs do to
     change their title) is not found; processes of ours do not.
     """
+
+    process_kind: type[LocalProcess] = LocalProcess
 
     def __init__(
         self,
@@ -88,14 +89,14 @@ class VirtualCluster(BaseLauncher):
         """Start a process on a node; see Launcher."""
         self._require([node])
         _make_private(self.node_dir(node))
-        process = self._spawn(node, argv, self._marked(node, env), log_path, stdin)
+        process = self.process_kind.spawn(node, argv, self._marked(node, env), log_path, stdin)
         self._end_if_lost([node], process)
         return process
 
     def attach(self, node: str, pid: int, start_time: int | None = None) -> LocalProcess:
         """Take over a running process of this job and node; see Launcher."""
         self._require([node])
-        process = self._watch(node, pid, start_time)
+        process = self.process_kind.attach(node, pid, start_time)
         if not self._is_of(pid, node):
             raise ProcessGoneError(
                 f"process {pid} is not one of job {self.job}, node {node}: the one that was has "
@@ -174,19 +175,6 @@ class VirtualCluster(BaseLauncher):
             return env.get(JOB) == self.job and of_node and env.get(WORLD) not in worlds_hit
 
         return procfs.kill_matching(misses_its_rank, f"worlds starting on {node}")
-
-    def _spawn(
-        self,
-        node: str,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        log_path: Path,
-        stdin: bytes | None,
-    ) -> LocalProcess:
-        return LocalProcess.spawn(node, argv, env, log_path, stdin)
-
-    def _watch(self, node: str, pid: int, start_time: int | None) -> LocalProcess:
-        return LocalProcess.attach(node, pid, start_time)
 
     def _spread(self, nodes: Sequence[str], scratch: Path) -> Spread | None:
         for node in nodes:

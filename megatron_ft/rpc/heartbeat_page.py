@@ -20,7 +20,7 @@ import msgspec
 
 from megatron_ft.core import private_files
 
-_FIELDS = struct.Struct("<Q?qqqqqddqdddddddddQ")
+_FIELDS = struct.Struct("<Q?qqqqqddqddddQ")
 _BEAT = struct.Struct("<d")
 FILE_BYTES = _FIELDS.size + _BEAT.size
 _ATTEMPTS = 3
@@ -47,8 +47,8 @@ class Pulse(msgspec.Struct, array_like=True):
     iterations it has ended in this incarnation.  ``typical`` is an iteration's usual length,
     ``longest`` the longest time between two marks.  ``own`` and ``spread`` are the median and
     the median absolute deviation of the rank's own share of the iterations of one ``window``
-    (-1: none yet).  ``started`` is when the process was, and how long its start took up to the end
-    of the first iteration follows in parts.  ``beat`` is when its watching thread last ran.
+    (-1: none yet).  ``started`` is when the process was.  ``beat`` is when its watching thread last
+    ran.
     ``dumps`` is whether it writes its stacks on DUMP_SIGNAL.
     """
 
@@ -65,11 +65,6 @@ class Pulse(msgspec.Struct, array_like=True):
     spread: float = 0.0
     marked: float = 0.0
     started: float = 0.0
-    imports: float = 0.0
-    communicators: float = 0.0
-    set_up: float = 0.0
-    restore: float = 0.0
-    first_iteration: float = 0.0
     beat: float = 0.0
 
 
@@ -77,14 +72,12 @@ class PulseReport(Pulse):
     """One trainer's heartbeats as its node sees them; what is added is in seconds.
 
     ``idle`` is how long it has passed no mark, ``quiet`` how long its watching thread has not
-    run, ``state`` the kernel's letter for its process (proc(5)), ``age`` how long the process
-    is there.  The parts of its start are 0 until its first iteration has ended.
+    run, ``state`` the kernel's letter for its process (proc(5)).
     """
 
     idle: float = 0.0
     quiet: float = 0.0
     state: str = ""
-    age: float = 0.0
 
 
 _STORED = attrgetter(*(name for name in Pulse.__struct_fields__ if name != "beat"))

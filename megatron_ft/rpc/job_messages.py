@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from megatron_ft.arena.format import DIGEST_CRC64, SlotHeader
+from megatron_ft.arena.format import SlotHeader
 from megatron_ft.core.identity import Ancestor, Count, Iteration, ShardId, SnapshotId
 from megatron_ft.rpc import node_messages as node
 from megatron_ft.rpc.heartbeat_page import PulseReport
@@ -105,7 +105,6 @@ class ArenaReport(msgspec.Struct, frozen=True):
     data_bytes: int
     file_bytes: int
     block_bytes: int
-    digest_algorithm: int
     slots: tuple[SlotHeader, ...]
 
 
@@ -150,7 +149,6 @@ class CreateArena(Message, frozen=True):
     data_bytes: Count
     block_bytes: Count
     slot_count: Count
-    digest_algorithm: Count = DIGEST_CRC64
 
 
 class ArenasReady(Message, frozen=True):

@@ -233,7 +233,6 @@ class StripeOrder(msgspec.Struct, frozen=True):
     parity_members: int
     data_bytes: int
     block_bytes: int
-    digest_algorithm: int
     members: tuple[str, ...]
     world_ranks: tuple[int, ...]
     arenas: dict[str, str]
@@ -368,14 +367,12 @@ class Unpin(Message, frozen=True):
 
 
 class StacksRequest(Message, frozen=True):
-    """Have all trainers of the node write their stacks.
+    """Have all trainers of the node write their stacks; those that are suspended are woken for it.
 
-    ``resume`` also wakes those that are suspended, which write theirs only then: for an incarnation
-    that is about to be ended.
+    It is for an incarnation that is about to be ended.
     """
 
     incarnation: Count
-    resume: bool = False
 
 
 class Stacks(Message, frozen=True):

@@ -82,7 +82,7 @@ class ControlServer:
         self._service.restore_known.set()
 
     async def _stacks(self, request: m.StacksRequest) -> m.Message:
-        stacks = await self._service.heartbeats.stacks(request.resume)
+        stacks = await self._service.heartbeats.stacks()
         return m.Stacks(self._service.machine.node, stacks)
 
     async def _retire(self, request: m.Retire) -> None:

@@ -53,15 +53,14 @@ class NodeHeartbeats:
                 found[writer.who] = _report(pulse, writer.pid, time.monotonic())
         return found
 
-    async def stacks(self, resume: bool) -> dict[str, str]:
+    async def stacks(self) -> dict[str, str]:
         """Shard id to the stacks of its threads; empty text where none came."""
         asked = {w.who: w for w in self._trainers() if self._dumps(w)}
         for writer in asked.values():
             with suppress(OSError, UntrustedFileError):
                 os.close(self._open(writer, os.O_WRONLY | os.O_TRUNC))
                 self._writers.signal(writer, DUMP_SIGNAL)
-                if resume:
-                    self._writers.signal(writer, signal.SIGCONT)
+                self._writers.signal(writer, signal.SIGCONT)
         await self._settled(asked)
         return {shard: self._written(writer) for shard, writer in asked.items()}
 
@@ -131,5 +130,4 @@ def _report(pulse: Pulse, pid: int, now: float) -> PulseReport:
         idle=max(0.0, now - pulse.marked) if pulse.marked else 0.0,
         quiet=max(0.0, now - pulse.beat) if pulse.beat else 0.0,
         state=stat.state if stat else "X",
-        age=max(0.0, now - pulse.started),
     )

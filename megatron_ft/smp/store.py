@@ -14,9 +14,6 @@ from megatron_ft.arena import files
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import fits
 from megatron_ft.arena.format import (
-    MATRIX_CAUCHY,
-    MATRIX_NONE,
-    MATRIX_ONES,
     ArenaHeader,
     Geometry,
     SlotHeader,
@@ -40,12 +37,6 @@ from megatron_ft.smp.state_machine import MendSlot, NodeMachine, StorePermit, St
 log = logging.getLogger(__name__)
 
 SUFFIX = ".arena"
-MATRIX_OF = {
-    "none": MATRIX_NONE,
-    "xor": MATRIX_ONES,
-    "replica": MATRIX_ONES,
-    "rs": MATRIX_CAUCHY,
-}
 _POINTS = {
     SlotState.CAPTURING: ("", "smp.capturing.stored"),
     SlotState.SEALED: ("smp.sealed", "smp.sealed.stored"),
@@ -88,17 +79,15 @@ class ArenaStore:
             machine.highest_incarnation = max(machine.highest_incarnation, arena.header.incarnation)
 
     def put_right(self) -> None:
-        """Before ``adopt``, by the folder's owner: mend or set aside what could not be opened."""
+        """Before ``adopt``: set aside what is no file of ours, and close the others to all."""
         for path in self._paths():
             reason = files.reason_in_the_way(path)
             if reason:
                 aside = files.set_aside(path)
                 self._lost(path.name.removesuffix(SUFFIX), f"{path} {reason} (now {aside.name})")
                 continue
-            try:
-                self._say_mended(path, files.put_right(path, self.job))
-            except (ArenaError, OSError) as error:
-                log.warning("%s is left as it is: %s", path, error)
+            # The folder lets nobody else in, so a wrong mode has cost nothing.
+            path.chmod(files.MODE)
 
     def distrust_all(self, reason: str) -> None:
         """Before ``adopt``: count all arenas as lost, since their writers are unknown.
@@ -134,14 +123,10 @@ class ArenaStore:
     def _examine(self, arena: Arena, header: ArenaHeader, slots: Sequence[SlotHeader]) -> None:
         if not arena.in_place():
             raise ArenaForeignError(f"{arena.path} was removed, replaced or cut")
-        mended = files.put_right(arena.path, self.job, header)
-        mended += arena.mend_records(header, slots, stale=True)
-        self._say_mended(arena.path, mended)
-        Arena.open(arena.path, job=self.job).close()
-
-    def _say_mended(self, path: Path, mended: Sequence[str]) -> None:
+        mended = arena.mend_records(header, slots, stale=True)
         if mended:
-            log.warning("%s was damaged and is mended: %s", path, ", ".join(mended))
+            log.warning("%s was damaged and is mended: %s", arena.path, ", ".join(mended))
+        Arena.open(arena.path, job=self.job).close()
 
     def _lost(self, shard_id: str, reason: str) -> None:
         self.damaged[shard_id] = f"{reason}; the shard counts as lost"
@@ -234,7 +219,7 @@ class ArenaStore:
         """Write recomputed blocks that the slot's header proves; how many were written."""
         arena = self.arenas[effect.shard_id]
         code = code_of(self._headers[effect.shard_id])
-        member = member_of(arena, effect.slot, effect.header, writable=True)
+        member = member_of(arena, effect.slot, effect.header, data=True, parity=True)
         data, parity = _arrays(effect.blocks.data), _arrays(effect.blocks.parity)
         written = len(data) if mend_data(code, member, data) else 0
         return written + (len(parity) if mend_parity(code, member, parity) else 0)
@@ -270,8 +255,7 @@ class ArenaStore:
             geometry = Geometry(
                 request.slot_count, request.data_bytes, parity_bytes, request.block_bytes
             )
-            matrix = MATRIX_OF[request.codec]
-            return ArenaHeader(job=self.job, matrix=matrix, geometry=geometry, **given)
+            return ArenaHeader(job=self.job, geometry=geometry, **given)
         except (ValueError, KeyError, ZeroDivisionError) as error:
             raise ControlPlaneError(f"no arena can be made as {request}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""The coordinator's connections to all SMPs: requests, events, heartbeats, leases and silence."""
+"""The coordinator's connections to all SMPs: requests, events, heartbeats, leases, and encoders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -39,6 +38,9 @@ MOST_NODES = 16384
 """Connections that libzmq provides for; by default it refuses the 1,024th."""
 
 
+_BEAT_WAITS = 4
+"""Heartbeats' intervals that the answer to one is awaited for."""
+
 EventCallback = Callable[[m.NodeEvent], None]
 
 
@@ -46,10 +48,11 @@ class SmpLink:
     """An authenticated connection to the SMP of ``node``: requests, answers and its events.
 
     Answers may come in any order, so heartbeats pass a request that takes long.
-    ``last_heard`` is the monotonic time of the last frame from there, ``clock`` the newest time
-    of the node's own clock that a heartbeat has brought, 0 before the first, ``summary`` the
-    digests of the parts of the job's summary that the node has.  ``inbox`` is that of an earlier
-    connection to the node, since its SMP may be the same.
+    ``last_heard`` is the monotonic time of the last frame from there, ``missed`` the number of
+    heartbeats since then, ``clock`` the newest time of the node's own clock that a heartbeat has
+    brought, 0 before the first, ``summary`` the digests of the parts of the job's summary that the
+    node has.  ``inbox`` is that of an earlier connection to the node, since its SMP may be the
+    same.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class SmpLink:
         inbox: EventInbox | None = None,
     ) -> None:
         self.node, self.endpoint = node, endpoint
-        self.last_heard = time.monotonic()
+        self.last_heard, self.missed = time.monotonic(), 0
         self.clock = 0.0
         self.summary: dict[str, bytes] = {}
         self.inbox = inbox or EventInbox()
@@ -128,7 +131,7 @@ class SmpLink:
     async def _read(self) -> None:
         while True:
             number, frame = await self._socket.recv_multipart()
-            self.last_heard = time.monotonic()
+            self.last_heard, self.missed = time.monotonic(), 0
             try:
                 message = m.decode(frame)
             except ControlPlaneError as error:
@@ -141,7 +144,9 @@ class SmpLink:
 
 
 class Connections(ABC):
-    """One connection and one heartbeat for each node; ``observers`` receive what happens.
+    """One connection and one heartbeat for each node, and the encoder world over them.
+
+    ``kill_world`` ends the encoder world of a name; ``observers`` receive what happens.
 
     ``silent`` is set when a node is, when this coordinator does not lead any more, and when it
     has failed.
@@ -151,7 +156,12 @@ class Connections(ABC):
     """The class of a connection; a benchmark that counts messages replaces it."""
 
     def __init__(
-        self, keys: JobKeys, observers: Observers, timing: Timing, scrub_percent: float = 0.0
+        self,
+        keys: JobKeys,
+        observers: Observers,
+        kill_world: Callable[[str], None],
+        timing: Timing,
+        scrub_percent: float = 0.0,
     ) -> None:
         self.links: dict[str, SmpLink] = {}
         self.incarnation = 0
@@ -166,6 +176,13 @@ class Connections(ABC):
         self.rewind_before = 0
         self.held: dict[str, tuple[m.HeldSnapshot, ...]] = {}
         """The committed snapshots of each node, as its last heartbeat named them."""
+        self.world = ""
+        self.world_nodes: tuple[str, ...] = ()
+        self.world_joined, self.world_refused = False, ""
+        """True once the expected world was up; the reason why an SMP refused its encoder."""
+        self._encoders_up: set[str] = set()
+        self._world_up = asyncio.Event()
+        self._kill_world = kill_world
         self._paused_on: set[str] = set()
         self._pinned_on: set[str] = set()
         self._crowded_on: set[str] = set()
@@ -174,7 +191,6 @@ class Connections(ABC):
         self._context.set(zmq.MAX_SOCKETS, MOST_NODES)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._inboxes: dict[str, EventInbox] = {}
-        self._awake = SuspendClock(timing.heartbeat)
         self._superseded = ""
 
     @abstractmethod
@@ -206,8 +222,6 @@ class Connections(ABC):
         inbox = self._inboxes.setdefault(node, EventInbox())
         link = self.link_type(self._context, node, endpoint, self._keys, self._on_event, inbox)
         self.links[node] = link
-        if not self._tasks:
-            self._keep(self._awake.watch())
         self._keep(self._heartbeat(link))
 
     def disconnect(self, node: str) -> None:
@@ -235,8 +249,10 @@ class Connections(ABC):
         delays the leases of the others.
         """
         while self.links.get(link.node) is link and not self._superseded:
+            begun = time.monotonic()
             await self._beat(link)
-            if link.node in self.silent_nodes([link.node]):
+            link.missed += link.last_heard < begun
+            if self.silent_nodes([link.node]):
                 self.silent.set()
             await asyncio.sleep(self.timing.heartbeat)
 
@@ -248,7 +264,7 @@ class Connections(ABC):
             link.inbox.stream, link.inbox.number,
         )  # fmt: skip
         try:
-            answer = await link.ask(lease, 4 * self.timing.heartbeat)
+            answer = await link.ask(lease, _BEAT_WAITS * self.timing.heartbeat)
         except ControlPlaneError:
             return
         if lease.incarnation != self.incarnation:
@@ -293,14 +309,14 @@ class Connections(ABC):
             )
 
     def silent_nodes(self, nodes: Iterable[str]) -> list[str]:
-        """Those of ``nodes`` that have sent nothing for ``node_timeout``.
+        """Those of ``nodes`` that have answered no heartbeat for ``node_timeout``.
 
-        Time in which this process was suspended does not count.
+        Heartbeats are counted, not seconds: a process that was suspended has sent none, and its
+        silence says nothing about the nodes.
         """
-        now = time.monotonic()
-        heard = {node: self.links[node].last_heard for node in nodes if node in self.links}
-        quiet = {node: self._awake.seconds(since, now) for node, since in heard.items()}
-        return [node for node, seconds in quiet.items() if seconds > self.timing.node_timeout]
+        seconds = (1 + _BEAT_WAITS) * self.timing.heartbeat
+        links = [self.links[node] for node in nodes if node in self.links]
+        return [link.node for link in links if link.missed * seconds >= self.timing.node_timeout]
 
     async def quiet_nodes(self) -> list[str]:
         """Nodes that do not answer just now; they may be lost, which takes longer to know.
@@ -311,15 +327,55 @@ class Connections(ABC):
         await self.refresh()
         return [node for node, link in self.links.items() if link.last_heard < before]
 
+    def expect_world(self, world: str, nodes: tuple[str, ...]) -> None:
+        """Expect a world with these nodes as ranks 0, 1, ..., which is being started."""
+        self.world, self.world_nodes = world, nodes
+        self._encoders_up = set()
+        self._world_up.clear()
+        self.world_joined, self.world_refused = False, ""
+
+    async def world_ready(self, timeout: float) -> None:
+        """Wait until an encoder of the expected world has joined on every node of it."""
+        try:
+            await asyncio.wait_for(self._world_up.wait(), timeout)
+        except asyncio.TimeoutError as error:
+            missing = sorted(set(self.world_nodes) - self._encoders_up)
+            raise ControlPlaneError(
+                f"encoder world {self.world}: none from {', '.join(missing)} in {timeout:.0f} s",
+                missing[0] if missing else "",
+            ) from error
+
+    @property
+    def usable_world(self) -> str:
+        """The encoder world if it is up on all its nodes, else empty."""
+        return self.world if self._world_up.is_set() else ""
+
+    def world_lost(self) -> None:
+        """Note that the world has ended, or is being ended."""
+        self._world_up.clear()
+        self._encoders_up.clear()
+
+    def end_world(self, world: str, reason: str) -> None:
+        """Have an encoder world ended that cannot continue; nothing is lost, a new one is
+        started."""
+        self.observers.emit("world_broken", f"parity stopped: {reason}")
+        self.world_lost()
+        self._kill_world(world)
+
+    def _joined(self, node: str) -> bool:
+        """Note that the world's encoder on ``node`` has joined; True if it is up on all nodes."""
+        self._encoders_up.add(node)
+        if self._encoders_up >= set(self.world_nodes):
+            self._world_up.set()
+            self.world_joined = True
+        return self._world_up.is_set()
+
     async def ask_all(self, requests: Mapping[str, m.Message]) -> dict[str, Any]:
         """Send each node its request; the answers.  A refusal or silence is raised."""
-        answers = await asyncio.gather(
-            *(
-                self.links[node].demand(request, REQUEST_TIMEOUT_SECONDS)
-                for node, request in requests.items()
-            )
-        )
-        return dict(zip(requests, answers, strict=True))
+        if away := requests.keys() - self.links.keys():
+            raise ControlPlaneError(f"no connection to the SMP of {', '.join(sorted(away))} now")
+        asked = (self.links[n].demand(r, REQUEST_TIMEOUT_SECONDS) for n, r in requests.items())
+        return dict(zip(requests, await asyncio.gather(*asked), strict=True))
 
     def _fail(self, error: BaseException) -> None:
         """Record an error of ours: work under way may never end, so this incarnation must."""
@@ -335,43 +391,3 @@ class Connections(ABC):
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
-
-
-_MISSED_BEATS = 8
-"""Beats missed that make a gap a sleep; a busy machine misses a few while it listens."""
-
-_REMEMBERED = 256
-
-
-class SuspendClock:
-    """Measures how long this process was awake since a given time, on the monotonic clock.
-
-    A suspended process (SIGSTOP, a paused machine, a blocked event loop) hears from no node.
-    That silence says nothing about the nodes.
-    """
-
-    def __init__(self, beat_seconds: float) -> None:
-        """``watch`` looks every ``beat_seconds``; a sleep is a gap of several of them."""
-        self._beat = beat_seconds
-        self._seen = time.monotonic()
-        self._sleeps: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
-
-    async def watch(self) -> None:
-        """Note every beat that this process is awake; runs until cancelled."""
-        while True:
-            self._beat_at(time.monotonic())
-            await asyncio.sleep(self._beat)
-
-    def seconds(self, since: float, now: float) -> float:
-        """Seconds from ``since`` to ``now``, less those of sleeps that ended between them.
-
-        A sleep that has just ended counts as one, also before ``watch`` runs again.
-        """
-        self._beat_at(now)
-        slept = sum(end - max(begin, since) for begin, end in self._sleeps if end > since)
-        return now - since - slept
-
-    def _beat_at(self, now: float) -> None:
-        if now - self._seen > _MISSED_BEATS * self._beat:
-            self._sleeps.append((self._seen, now))
-        self._seen = max(self._seen, now)

@@ -55,7 +55,7 @@ class Coordinator(Connections):
         timing: Timing,
         scrub_percent: float = 0.0,
     ) -> None:
-        super().__init__(keys, observers, timing, scrub_percent)
+        super().__init__(keys, observers, kill_world, timing, scrub_percent)
         self._summary = SummaryParts(self.view, timing.heartbeat / 2)
         self.cycle: SnapshotCycle | None = None
         self.committed: tuple[SnapshotId, int, str] | None = None
@@ -69,22 +69,10 @@ class Coordinator(Connections):
         self.repairs = Repairs(self)
         self.given_up = (0, "")
         """Snapshots aborted since the last commit, and the reason of the last one."""
-        self.world = ""
-        self.world_nodes: tuple[str, ...] = ()
-        self.world_joined, self.world_refused = False, ""
-        """True once the expected world was up; the reason why an SMP refused its encoder."""
         self.listeners: list[Callable[[m.NodeEvent], None]] = []
-        self._kill_world = kill_world
-        self._encoders_up: set[str] = set()
-        self._world_up = asyncio.Event()
         self._kick = asyncio.Event()
         self._encoding_since = self._world_seen = self._first_try = 0.0
         self._protect_tries: dict[SnapshotId, int] = {}
-
-    async def close(self) -> None:
-        """End all tasks and connections; the SMPs stay."""
-        self.stop_snapshots()
-        await super().close()
 
     def view(self) -> dict[str, dict[str, Any]]:
         """The job as the coordinator sees it, for its summary: JSON objects by part."""
@@ -130,9 +118,6 @@ class Coordinator(Connections):
 
     async def hold(self, snapshot: SnapshotId, nodes: Sequence[str]) -> None:
         """Pin a snapshot on these nodes for a drain; ControlPlaneError if one refuses."""
-        away = [node for node in nodes if node not in self.links]
-        if away:
-            raise ControlPlaneError(f"no connection to the SMP of {', '.join(away)} just now")
         await self.ask_all({n: m.Hold(self.incarnation, HOLDER, snapshot) for n in nodes})
 
     async def release(self, nodes: Sequence[str]) -> None:
@@ -149,41 +134,6 @@ class Coordinator(Connections):
                 request = m.Unhold(incarnation, HOLDER)
                 await self.links[node].ask(request, REQUEST_TIMEOUT_SECONDS)
                 return
-
-    def expect_world(self, world: str, nodes: tuple[str, ...]) -> None:
-        """Expect a world with these nodes as ranks 0, 1, ..., which is being started."""
-        self.world, self.world_nodes = world, nodes
-        self._encoders_up = set()
-        self._world_up.clear()
-        self.world_joined, self.world_refused = False, ""
-
-    async def world_ready(self, timeout: float) -> None:
-        """Wait until an encoder of the expected world has joined on every node of it."""
-        try:
-            await asyncio.wait_for(self._world_up.wait(), timeout)
-        except asyncio.TimeoutError as error:
-            missing = sorted(set(self.world_nodes) - self._encoders_up)
-            raise ControlPlaneError(
-                f"encoder world {self.world}: none from {', '.join(missing)} in {timeout:.0f} s",
-                missing[0] if missing else "",
-            ) from error
-
-    @property
-    def usable_world(self) -> str:
-        """The encoder world if it is up on all its nodes, else empty."""
-        return self.world if self._world_up.is_set() else ""
-
-    def world_lost(self) -> None:
-        """Note that the world has ended, or is being ended."""
-        self._world_up.clear()
-        self._encoders_up.clear()
-
-    def end_world(self, world: str, reason: str) -> None:
-        """Have an encoder world ended that cannot continue; nothing is lost, a new one is
-        started."""
-        self.observers.emit("world_broken", f"parity stopped: {reason}")
-        self.world_lost()
-        self._kill_world(world)
 
     def start_snapshots(self, cycle: SnapshotCycle) -> None:
         """Permit one snapshot after the other until ``stop_snapshots``."""
@@ -270,13 +220,10 @@ class Coordinator(Connections):
 
     def _skip(self, progress: int, interval: int) -> None:
         """Count; the observers get one event for each time that something is in the way."""
-        if not self.skips.begin(progress, interval):
-            return
-        if self.pinned:
-            self.observers.emit("held", "a reader holds a snapshot: captures are skipped")
-        else:
-            text = "the last protected snapshot and a newer local one fill the slots"
-            self.observers.emit("held", f"{text}: captures are skipped while encoders are away")
+        if self.skips.begin(progress, interval):
+            full = "the last protected snapshot and a newer local one fill the slots"
+            reason = "a reader holds a snapshot" if self.pinned else full
+            self.observers.emit("held", f"{reason}: captures are skipped")
 
     def _gives_way(self, cycle: SnapshotCycle) -> bool:
         if set(cycle.nodes) - self.held.keys():
@@ -332,23 +279,16 @@ class Coordinator(Connections):
             # It is what it was, or known to be less; the event of the broken world has the reason.
             self.repairs.count_lost(ended.snapshot, ended.corrupt)
             return
-        if ended.level == "aborted":
-            kind = "dropped" if ended.last else "aborted"
-            if kind == "aborted":
-                self.given_up = (self.given_up[0] + 1, ended.reason)
-            self.observers.emit(
-                kind,
-                f"snapshot of iteration {ended.iteration} given up: {ended.reason}",
-                iteration=ended.iteration,
-            )
-            return
-        self.record_commit(ended.snapshot, ended.iteration, ended.level)
-        self.observers.emit(
-            "committed",
-            f"snapshot of iteration {ended.iteration} committed ({ended.level})",
-            iteration=ended.iteration,
-            level=ended.level,
-        )
+        text, fields = f"snapshot of iteration {ended.iteration}", {"iteration": ended.iteration}
+        if ended.level != "aborted":
+            self.record_commit(ended.snapshot, ended.iteration, ended.level)
+            text += f" committed ({ended.level})"
+            self.observers.emit("committed", text, level=ended.level, **fields)
+        elif ended.last:
+            self.observers.emit("dropped", f"{text} given up: {ended.reason}", **fields)
+        else:
+            self.given_up = (self.given_up[0] + 1, ended.reason)
+            self.observers.emit("aborted", f"{text} given up: {ended.reason}", **fields)
 
     def record_commit(self, snapshot: SnapshotId, iteration: int, level: str) -> None:
         """Record ``snapshot`` as committed on every node: failures fall back to it from now on."""
@@ -367,12 +307,8 @@ class Coordinator(Connections):
             return
         body = event.body
         if isinstance(body, m.EncoderHello) and body.world == self.world:
-            self._encoders_up.add(event.node)
-            if self._encoders_up >= set(self.world_nodes):
-                self._world_up.set()
-                self.world_joined = True
-                if self.cycle is not None:
-                    self.cycle.world_changed(self.world)
+            if self._joined(event.node) and self.cycle is not None:
+                self.cycle.world_changed(self.world)
         if isinstance(body, m.EncoderRefused) and body.world == self.world:
             # Told with the end of the world, which follows at once.
             self.world_refused = f"the SMP of {event.node} refused its encoder: {body.reason}"

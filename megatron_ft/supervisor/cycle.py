@@ -192,10 +192,8 @@ class SnapshotCycle:
             return []
         if isinstance(answer, m.Refused):
             return self._refused(node, request, answer)
-        expected = {m.Commit: CyclePhase.COMMITTING, m.Abort: CyclePhase.ABORTING}.get(
-            type(request)
-        )
-        if expected is None or expected != self.phase:
+        decided = {m.Commit: CyclePhase.COMMITTING, m.Abort: CyclePhase.ABORTING}
+        if self.phase != decided.get(type(request)):
             return []
         self._waiting.discard(node)
         if self.phase == CyclePhase.COMMITTING:
@@ -283,10 +281,8 @@ class SnapshotCycle:
             return []
         if isinstance(body, m.Missed):
             self.schedule.missed()
-            reason = (
-                f"{body.shard_id} had passed iteration {self.iteration}, or gone back before it"
-            )
-            return self._abort(reason)
+            text = f"{body.shard_id} had passed iteration {self.iteration}, or gone back before it"
+            return self._abort(text)
         return self._abort(f"{body.shard_id}: {body.reason}")
 
     def _order_failed(self, body: m.OrderFailed) -> list[Action]:
@@ -356,17 +352,8 @@ class SnapshotCycle:
         self.phase = CyclePhase.IDLE
         if self.level != "aborted" and not self._again:
             self.schedule.committed()
-        return [
-            SnapshotEnded(
-                self.snapshot,
-                self.iteration,
-                self.level,
-                self._broken,
-                self._last,
-                self._again,
-                self._corrupt,
-            )
-        ]
+        how = (self.level, self._broken, self._last, self._again, self._corrupt)
+        return [SnapshotEnded(self.snapshot, self.iteration, *how)]
 
     def _to_all(self, message: m.Message) -> list[Action]:
         return [Send(node, message) for node in self.nodes]

@@ -172,7 +172,7 @@ class DiskRestores:
             )
             for shard_id, seat in drained.seats.items()
         ]
-        return new_stripes(places, self._spec.scheme, self._spec.sizes)
+        return new_stripes(places, self._spec.scheme, self._spec.block_bytes)
 
     async def load(
         self,

@@ -36,9 +36,6 @@ from megatron_ft.supervisor.job_state import DiskPlaces
 from megatron_ft.supervisor.processes import unless
 from megatron_ft.supervisor.spec import JobSpec
 
-ENCODERS_PATIENCE_SECONDS = 30.0
-"""An encoder world that broke is started again at once; this long without one is degraded."""
-
 SAFETY_FACTOR = 1.5
 """The last drain before the time limit may take so many times as long as the slowest so far."""
 
@@ -48,47 +45,27 @@ class Urgency:
     """Reasons to drain at once, each given once, again only after it was gone.
 
     Times are in seconds of one clock.  ``ends_at`` is when the job will be killed, None if
-    nobody knows; ``margin`` is what must be left then.  ``parity`` is whether snapshots
-    should have any.
+    nobody knows; ``margin`` is what must be left then.
     """
 
-    parity: bool
     ends_at: float | None = None
     margin: float = 0.0
-    patience: float = ENCODERS_PATIENCE_SECONDS
-    _world_seen: float | None = None
-    _said: set[str] = field(default_factory=set)
+    _given: set[str] = field(default_factory=set)
 
-    def poll(self, now: float, *, world_up: bool, spares_gone: bool, slowest: float) -> str:
+    def poll(self, now: float, *, spares_gone: bool, slowest: float) -> str:
         """A new reason, or empty.
 
         ``spares_gone`` is whether a node was lost and nobody is left to replace another one;
         ``slowest`` how long drains took, 0 if none has ended yet.
         """
-        if world_up or not self.parity or self._world_seen is None:
-            self._world_seen = now
-        unprotected = now - self._world_seen
-        present = {
-            "encoders": unprotected > self.patience,
-            "spares": spares_gone,
-            "measure": self.ends_at is not None and not slowest,
-            "time": self.ends_at is not None
-            and now >= self.ends_at - self.margin - SAFETY_FACTOR * slowest,
-        }
-        self._said &= {name for name, there in present.items() if there}
-        fresh = [name for name, there in present.items() if there and name not in self._said]
-        self._said |= set(fresh[-1:])
-        return self._text(fresh[-1], now) if fresh else ""
-
-    def _text(self, name: str, now: float) -> str:
-        texts = {
-            "encoders": f"no encoder world for {self.patience:.0f} s: a node loss would cost all "
-            "that was committed since",
-            "spares": "a node is lost and no spare is left: the next loss stops the job",
-            "measure": "the job's time is limited: the first drain shows how long one takes",
-        }
-        left = 0.0 if self.ends_at is None else max(0.0, self.ends_at - now)
-        return texts.get(name, f"the job's time ends in {left:.0f} s")
+        present = set()
+        if spares_gone:
+            present.add("a node is lost and no spare is left: the next loss stops the job")
+        late = self.margin + SAFETY_FACTOR * slowest
+        if self.ends_at is not None and now >= self.ends_at - late:
+            present.add("the job's time ends")
+        fresh, self._given = present - self._given, present
+        return "; ".join(sorted(fresh))
 
 
 def is_due(last: int, committed: int, interval: int, urgent: bool = False) -> bool:
@@ -118,8 +95,8 @@ def noted_places(before: DiskPlaces, spec: JobSpec) -> DiskPlaces:
 class Drains:
     """The drains of one job over all its incarnations, and the exports of what was drained.
 
-    ``failures`` and ``export_failures`` count those that came to nothing.  Nothing is written
-    unless a file system is mounted at ``mount`` ("": not looked at).
+    ``failures`` counts those that came to nothing.  Nothing is written unless a file system is
+    mounted at ``mount`` ("": not looked at).
     """
 
     def __init__(
@@ -131,7 +108,7 @@ class Drains:
         spares_gone: Callable[[], bool],
         mount: str = "",
     ) -> None:
-        self.failures = self.export_failures = 0
+        self.failures = 0
         self._spec, self._launcher, self._job = spec, launcher, job
         self._coordinator = coordinator
         self._task: asyncio.Task[None] | None = None
@@ -146,7 +123,6 @@ class Drains:
         self._mount = Path(mount) if mount else None
         limit = spec.time_limit_seconds
         self._urgency = Urgency(
-            parity=bool(spec.scheme.parity_members),
             ends_at=time.monotonic() + limit if limit else None,
             margin=spec.settings.drain_stop_seconds,
         )
@@ -165,13 +141,7 @@ class Drains:
         self._places, self._seats, self._lineage = dict(places), dict(seats), lineage
         self._last = min(self._last, first)
         if self._spec.settings.drain_interval:
-            self._ending = False
-            self._start()
-
-    def _start(self) -> None:
-        self._tries_at_end = 0
-        self._task = asyncio.create_task(self._keep())
-        self._watch = asyncio.create_task(self._watch_urgency())
+            self._ending, self._task = False, asyncio.create_task(self._keep())
 
     async def settle(self) -> None:
         """Training has finished: let the drain end that runs, and the one that is due."""
@@ -184,7 +154,7 @@ class Drains:
         """This incarnation takes no more snapshots: drain the newest committed one without a cap.
 
         Whether it, or a newer one, is on disk after at most ``seconds``.  A drain that runs
-        under a cap is given up for it, and one that failed is tried once more.
+        under a cap is given up for it.
         """
         committed = self._coordinator.committed
         if self._task is None or committed is None:
@@ -192,10 +162,9 @@ class Drains:
         text = f"a last drain, for at most {seconds:g} s"
         self._coordinator.observers.emit("stopping", text)
         if self._cap:
-            self._task.cancel()
-            await self._end(self._task)
+            await self.abandon()
             self._cap, self._last = 0.0, -1
-            self._start()
+            self._task = asyncio.create_task(self._keep())
         if not self._busy and not self._is_durable(committed[0]):
             self._last = -1
         self._ending = self._urgent = True
@@ -223,11 +192,9 @@ class Drains:
     async def _end(self, task: asyncio.Task[None]) -> None:
         """Wait for the task; a mistake of ours in it ends drains, visibly, and nothing else."""
         await asyncio.wait({task})
-        self._watch.cancel()
         self._task = None
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._count(repr(error))
-            self._coordinator.observers.emit("drain_failed", f"drains had stopped: {error!r}")
+            self._failed(f"drains had stopped: {error!r}")
 
     async def _stall(self) -> DrainError:
         """Wait until an SMP gives up a process of the drain that does not get on."""
@@ -240,21 +207,6 @@ class Drains:
             self._stalled.set()
         if event.kind == "committed":
             self._news.set()
-
-    async def _watch_urgency(self) -> None:
-        """Have what is committed drained at once, after the drain that runs, for a new reason."""
-        while True:
-            reason = self._urgency.poll(
-                time.monotonic(),
-                world_up=bool(self._coordinator.usable_world),
-                spares_gone=self._spares_gone(),
-                slowest=self._slowest,
-            )
-            if reason:
-                self._urgent = True
-                self._coordinator.observers.emit("drain_urged", f"draining at once: {reason}")
-                self._news.set()
-            await asyncio.sleep(self._coordinator.timing.heartbeat)
 
     async def _keep(self) -> None:
         while True:
@@ -271,7 +223,16 @@ class Drains:
             if self._ending:
                 return
             self._news.clear()
-            await self._news.wait()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait(), self._coordinator.timing.heartbeat)
+            self._look_for_urgency()
+
+    def _look_for_urgency(self) -> None:
+        """Have what is committed drained at once for a new reason."""
+        now, gone = time.monotonic(), self._spares_gone()
+        if reason := self._urgency.poll(now, spares_gone=gone, slowest=self._slowest):
+            self._urgent = True
+            self._coordinator.observers.emit("drain_urged", f"draining at once: {reason}")
 
     def _next(self) -> DrainPlan | None:
         """The newest committed snapshot, if it is due."""
@@ -302,84 +263,64 @@ class Drains:
         )
 
     async def _drain(self, plan: DrainPlan) -> None:
-        started = time.monotonic()
-        nodes = sorted(set(self._places.values()))
+        started, nodes, reason = time.monotonic(), sorted(set(self._places.values())), ""
         try:
             await self._coordinator.hold(plan.snapshot, nodes)
             await unless(self._write(plan, nodes), self._stall())
             self._coordinator.durable = (plan.snapshot, plan.iteration)
-            await self._tidy(plan, nodes[0])
-            reason = ""
+            await self._try("tidy", plan, nodes[0], "retention_failed")
         except (MegatronFTError, OSError) as error:
             reason = str(error)
         # Not when cancelled: the next incarnation voids it, and must not wait for us.
         await self._coordinator.release(nodes)
         if reason:
-            await self._failed(plan, nodes[0], reason)
-        else:
-            seconds = time.monotonic() - started
-            self._slowest = max(self._slowest, seconds)
-            text = f"iteration {plan.iteration} is on disk after {seconds:.1f} s: {plan.folder}"
-            self._emit("drained", text, plan)
-            if plan.export_dir is not None:
-                await self._export(plan, nodes[0])
+            text = f"iteration {plan.iteration} could not be written to disk; training continues, "
+            self._failed(f"{text}and what was there stays: {reason}")
+            return
+        seconds = time.monotonic() - started
+        self._slowest = max(self._slowest, seconds)
+        text = f"iteration {plan.iteration} is on disk after {seconds:.1f} s: {plan.folder}"
+        self._emit("drained", text, plan)
+        if plan.export_dir is not None:
+            await self._export(plan, nodes[0])
 
     async def _run(self, step: str, plans: Mapping[str, DrainPlan]) -> None:
         await run_step(self._launcher, self._spec, self._coordinator.incarnation, step, plans)
 
     async def _write(self, plan: DrainPlan, nodes: list[str]) -> None:
+        """Write a checkpoint, all of it or nothing that anybody would take for one.
+
+        Older ones are not removed by the process that publishes: the supervisor may die before it
+        knows, and the next incarnation may descend from what that would remove.
+        """
         await self._run("clear", {nodes[0]: plan})
-        shards = {
-            n: {s: self._seats[s] for s, place in self._places.items() if place == n} for n in nodes
-        }
-        await self._run(
-            "write", {n: msgspec.structs.replace(plan, shards=shards[n]) for n in nodes}
-        )
+        seats: dict[str, dict[str, ShardPlacement]] = {node: {} for node in nodes}
+        for shard, node in self._places.items():
+            seats[node][shard] = self._seats[shard]
+        parts = {n: msgspec.structs.replace(plan, shards=shards) for n, shards in seats.items()}
+        await self._run("write", parts)
         await self._run("publish", {nodes[0]: plan})
 
-    async def _tidy(self, plan: DrainPlan, node: str) -> None:
-        """Remove older checkpoints, now that this incarnation knows that the new one is there.
-
-        Not by the process that publishes: the supervisor may die before that does, and the next
-        incarnation, which did not see the new one, may descend from what it would remove.
-        """
+    async def _try(self, step: str, plan: DrainPlan, node: str, kind: str) -> bool:
+        """Run a step behind a drain; its failure stops nothing and is an event of this kind."""
         try:
-            await self._run("tidy", {node: plan})
+            await self._run(step, {node: plan})
         except (MegatronFTError, OSError) as error:
-            self._count(str(error))
-            self._emit("retention_failed", str(error), plan)
-
-    def _count(self, reason: str) -> None:
-        """Count a failed drain; ``megatron-ft status`` shows the number and the reason."""
-        self.failures += 1
-        self._coordinator.drain_failures = (self.failures, reason)
+            self._emit(kind, f"iteration {plan.iteration} is on disk; {step}: {error}", plan)
+            return False
+        return True
 
     async def _export(self, plan: DrainPlan, node: str) -> None:
         started = time.monotonic()
-        try:
-            await self._run("export", {node: plan})
-        except (MegatronFTError, OSError) as error:
-            self.export_failures += 1
-            text = f"iteration {plan.iteration} is on disk but could not be exported, which "
-            self._emit("export_failed", f"{text}stops nothing: {error}", plan)
-        else:
-            seconds = time.monotonic() - started
+        if await self._try("export", plan, node, "export_failed"):
             text = f"iteration {plan.iteration} is exported to {plan.export_dir} after"
-            self._emit("exported", f"{text} {seconds:.1f} s", plan)
+            self._emit("exported", f"{text} {time.monotonic() - started:.1f} s", plan)
 
-    async def _failed(self, plan: DrainPlan, node: str, reason: str) -> None:
-        self._count(reason)
-        then = "training continues"
-        if self._ending:
-            self._tries_at_end += 1
-            then = "it is tried once more" if self._tries_at_end == 1 else "the job ends"
-        text = f"iteration {plan.iteration} could not be written to disk; {then}, and what was"
-        self._emit("drain_failed", f"{text} there stays: {reason}", plan)
-        # Its files would keep the space that the next one needs.
-        with suppress(MegatronFTError, OSError):
-            await self._run("clear", {node: plan})
-        if self._tries_at_end == 1:
-            self._last, self._urgent = -1, True
+    def _failed(self, text: str) -> None:
+        """Emit and count a failed drain; ``megatron-ft status`` shows the number and the text."""
+        self.failures += 1
+        self._coordinator.drain_failures = (self.failures, text)
+        self._coordinator.observers.emit("drain_failed", text)
 
     def _emit(self, kind: str, text: str, plan: DrainPlan) -> None:
         fields = {"iteration": plan.iteration, "folder": str(plan.folder)}

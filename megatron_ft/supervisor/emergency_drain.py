@@ -171,8 +171,7 @@ def reason_not_exported(directory: Path, wanted: int, quarantine: Quarantine) ->
     if unwanted:
         return f"what {directory} holds is not used: {unwanted}"
     if (there := newest_iteration(directory)) < wanted:
-        holds = "no checkpoint" if there < 0 else f"iteration {there}"
-        return f"{directory} should hold iteration {wanted} and holds {holds}"
+        return f"{directory} should hold iteration {wanted}; its newest is {there}"
     if memory_goes_first(quarantine, directory) and there > wanted:
         return f"{directory} holds iteration {there}, maybe of what the job was rolled back from"
     return ""
@@ -206,31 +205,12 @@ def fewer_nodes(
     reasons: list[str] = []
     for count in range(min(len(left), before - 1), 0, -1):
         reason = rule.against(count * ranks_per_node)
+        chosen = choose_active(left, count, domains, scheme)
+        try:
+            check_domains(chosen, domains, scheme)
+        except ProtectionError as error:
+            reason = reason or str(error)
         if not reason:
-            chosen = choose_active(left, count, domains, scheme)
-            reason = _stripe_problem(chosen, domains, scheme)
-            if not reason:
-                return chosen, tuple(reasons)
+            return chosen, tuple(reasons)
         reasons.append(f"{count} nodes: {reason}")
     return [], tuple(reasons)
-
-
-def _stripe_problem(nodes: Sequence[str], domains: Domains, scheme: Scheme) -> str:
-    try:
-        check_domains(nodes, domains, scheme)
-    except ProtectionError as error:
-        return str(error)
-    return ""
-
-
-def describe_fewer(spec: JobSpec, active: Sequence[str], rule: RankRule | None) -> str:
-    """The numbers of nodes that the job could continue with, in one line."""
-    counts, found = [], list(active)
-    while rule and found:
-        found, _ = fewer_nodes(
-            found, len(found), spec.ranks_per_node, rule, spec.domains, spec.scheme
-        )
-        counts += [str(len(found))] if found else []
-    if not counts:
-        return f"without a spare the job cannot continue with fewer than {len(active)} nodes"
-    return f"without a spare the job can continue with {' or '.join(counts)} nodes"

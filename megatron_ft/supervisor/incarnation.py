@@ -5,25 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ft.core.environment import RESTORE
-from megatron_ft.core.errors import ConfigError, MegatronFTError
-from megatron_ft.core.identity import SHRINK, RankRule
+from megatron_ft.core.errors import MegatronFTError
+from megatron_ft.core.identity import SHRINK
 from megatron_ft.core.process_tools import last_lines
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.drains import Drains
-from megatron_ft.supervisor.emergency_drain import describe_fewer
 from megatron_ft.supervisor.encoder_world import WorldKeeper
-from megatron_ft.supervisor.failures import NODE_LOST, RERUN_CODES, Failure, OomKills
+from megatron_ft.supervisor.failures import NODE_LOST, RERUN_CODES, Failure
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.orders import create_requests, stripe_orders
-from megatron_ft.supervisor.processes import TrainerExit, TrainerFleet, WarmSpares
+from megatron_ft.supervisor.processes import TrainerExit, TrainerFleet
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
 from megatron_ft.supervisor.recovery import RestorePlan, make_arenas
 from megatron_ft.supervisor.registration import Registration
@@ -33,21 +32,16 @@ from megatron_ft.supervisor.watch import JobWatch
 
 log = logging.getLogger(__name__)
 
-ALL_FAIL_SECONDS = 5.0
-"""A command that cannot start at all fails on all ranks within this time."""
-
 
 @dataclass(kw_only=True)
 class Incarnation:
     """Runs trainers once from what a recovery has restored; the caller ends them afterwards.
 
     ``reached`` is the last iteration before the failure that led here, -1 if none is known.
-    ``seen`` says that a rank of the job has registered before.
     """
 
     plan: RestorePlan
     reached: int
-    seen: bool
     spec: JobSpec
     launcher: Launcher
     state: JobState
@@ -58,16 +52,12 @@ class Incarnation:
     quarantine: QuarantinePolicy
     pacing: Pacing
     drains: Drains
-    warm_spares: WarmSpares
     watch: JobWatch
-    oom: OomKills
     registration: Registration = field(init=False)
     declined: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        restored = self.plan.decision.snapshot is not None
-        known = frozenset(self.state.record.shards) if restored else frozenset[str]()
-        self.registration = Registration(self.members.ranks, self.spec.domains, known=known)
+        self.registration = Registration(self.members.ranks, self.spec.domains)
 
     async def run(self) -> Failure | None:
         """None when training has finished; errors of nodes and of memory are raised."""
@@ -78,7 +68,7 @@ class Incarnation:
             if self.spec.scheme.parity_members and not self.world.wanted:
                 self.world.start(plan.active)
             self.watch.begin_incarnation(ranks)
-            source = "disk" if plan.framework_loads else self.quarantine.source(plan.decision)
+            source = self.quarantine.source(plan.decision)
             self.trainers.start(plan.active, plan.incarnation, {RESTORE: source})
             self._emit("trainers_started", f"{ranks} trainers started")
             return await self._watch(asyncio.create_task(self._begin_snapshots()))
@@ -90,21 +80,20 @@ class Incarnation:
         """Await all ranks, make arenas, let trainers begin, and permit snapshots."""
         spec, plan, registration = self.spec, self.plan, self.registration
         await registration.wait(spec.settings.register_timeout_seconds)
-        registration.check_shards(spec.name)
-        rule = await self._rank_rule()
         stored = plan.decision.stripes if plan.decision.snapshot is not None else ()
-        stripes, places = (
-            registration.stripes(stored, spec.scheme, spec.sizes),
-            registration.places(),
-        )
-        requests = create_requests(stripes, plan.incarnation, plan.lineage, spec.settings.slots)
+        places = registration.places()
+        nodes = sorted(set(places.values()))
         try:
+            rule = registration.rank_rule(needed=spec.settings.on_no_spare == SHRINK)
+            stripes = registration.stripes(stored, spec.scheme, spec.block_bytes)
+            requests = create_requests(stripes, plan.incarnation, plan.lineage, spec.settings.slots)
             await make_arenas(self.coordinator, requests, places)
         except MegatronFTError as error:
-            await self._refuse_trainers(error)
+            # Trainers that wait for their arenas end with the same error.
+            refusal = m.ArenasReady(plan.incarnation, type(error).__name__, str(error))
+            await self.coordinator.ask_all(dict.fromkeys(nodes, refusal))
             raise
-        ready = m.ArenasReady(plan.incarnation)
-        await self.coordinator.ask_all({node: ready for node in sorted(set(places.values()))})
+        await self.coordinator.ask_all(dict.fromkeys(nodes, m.ArenasReady(plan.incarnation)))
         self.state.update(shards=registration.placements(), rank_rule=rule)
         first = max(0, plan.decision.iteration)
         schedule = self.pacing.begin(registration.interval, first)
@@ -112,26 +101,6 @@ class Incarnation:
         orders = stripe_orders(stripes, places, plan.active)
         self.coordinator.start_snapshots(SnapshotCycle(plan.incarnation, places, orders, schedule))
         self.drains.begin(places, registration.placements(), plan.lineage, first)
-        # Now, when the nodes that train have done with imports of their own.
-        self.warm_spares.begin(n for n in self.launcher.nodes() if n not in plan.active)
-
-    async def _rank_rule(self) -> RankRule | None:
-        """Numbers of ranks that the command could continue with; trainers get an error, too."""
-        shrinks = self.spec.settings.on_no_spare == SHRINK
-        try:
-            rule = self.registration.rank_rule(needed=shrinks)
-        except ConfigError as error:
-            await self._refuse_trainers(error)
-            raise
-        if shrinks:
-            self._emit("shrinkable", describe_fewer(self.spec, self.members.active, rule))
-        return rule
-
-    async def _refuse_trainers(self, error: MegatronFTError) -> None:
-        """Have the trainers that wait for their arenas end with this error."""
-        refusal = m.ArenasReady(self.plan.incarnation, type(error).__name__, str(error))
-        nodes = sorted(set(self.registration.places().values()))
-        await self.coordinator.ask_all({node: refusal for node in nodes})
 
     async def _watch(self, beginning: asyncio.Task[None]) -> Failure | None:
         """Watch until this incarnation ends; meanwhile replace SMPs and encoders that die alone."""
@@ -156,8 +125,8 @@ class Incarnation:
                     found = hang.result()
                     return Failure(found.signature, "a hang", found.node, training=True)
                 if silent.done():
-                    failure = self._silence()
-                    if failure is not None:
+                    if (failure := self.members.on_silence()) is not None:
+                        self.watch.clock.detected(self.spec.timing.node_timeout)
                         return failure
                     silent = asyncio.create_task(coordinator.silent.wait())
                 if beginning.done():
@@ -168,25 +137,6 @@ class Incarnation:
             for task in (trainers, silent, rewind, hang, beginning):
                 task.cancel()
 
-    def _silence(self) -> Failure | None:
-        """The failure behind ``silent``; None if only spares are lost."""
-        coordinator = self.coordinator
-        coordinator.silent.clear()
-        error, coordinator.failure = coordinator.failure, None
-        if error is not None:
-            log.error("the coordinator failed", exc_info=error)
-            text = f"the coordinator failed: {error!r}"
-            self._emit("coordinator_failed", text)
-            return Failure(text, f"the coordinator failed with {type(error).__name__}")
-        coordinator.require_lead()
-        lost = self.members.silent()
-        if not lost or self.members.without(lost):
-            return None
-        self.watch.clock.detected(self.spec.timing.node_timeout)
-        text = f"no heartbeat from {', '.join(lost)}"
-        self._emit("silent", text)
-        return Failure(text, NODE_LOST, lost[0])
-
     async def _trainers_ended(self, first: TrainerExit) -> Failure | None:
         registration = self.registration
         if first.finished:
@@ -194,23 +144,15 @@ class Incarnation:
         if first.status > 0 and not registration.complete.is_set():
             # Nodes answer after their earlier events, perhaps why this rank could not begin.
             await self.coordinator.refresh()
-        registration.check_shards(self.spec.name)
         registration.check_fit()
-        failure = self._trainer_failure(first)
-        seen = self.seen or registration.hellos or self.state.record.shards
-        if failure.training and not seen and await self.trainers.all_failed(ALL_FAIL_SECONDS):
-            text = (
-                f"{failure.text}, as all ranks did before one of them had registered: see its log"
-            )
-            return replace(failure, text=text, final=True)
-        return failure
+        return self._trainer_failure(first)
 
     def _trainer_failure(self, first: TrainerExit) -> Failure:
         """The failure of the first trainer; its end and the end of its log are emitted."""
         rank, node, status = first.rank, first.node, first.status
         how = f"was killed by signal {-status}" if status < 0 else f"exited with {status}"
-        # Not in the failure itself: a count in its text would make each one another.
-        memory = self.oom.poll() if status == -signal.SIGKILL else ""
+        # The OOM killer of the kernel sends the same signal.
+        memory = " (if by the OOM killer, see dmesg there)" if status == -signal.SIGKILL else ""
         text = f"{self.trainers.name_of(rank)} {how}"
         where = f"{self.trainers.name_of(rank)} on {node} {how}{memory}"
         self._emit("trainer_died", where, rank=rank, node=node, status=status)
@@ -231,14 +173,11 @@ class Incarnation:
         if not isinstance(body, m.Declined) or self.declined:
             return
         self.declined, self.coordinator.resumed_from = True, body.iteration
-        if self.plan.framework_loads:
-            return
         offered, found = self.plan.decision.iteration, body.iteration
         source = "scratch" if found < 0 else f"the framework's checkpoint of iteration {found}"
-        text = f"trainers do not take the snapshot of iteration {offered}: {body.reason}; "
-        text += f"they start from {source}"
-        if self.reached >= 0:
-            text += f"; {max(0, self.reached - max(0, found))} iterations are lost"
+        lost = max(0, self.reached - max(0, found))
+        text = f"trainers do not take the snapshot of iteration {offered}: {body.reason}; they "
+        text += f"start from {source}; {lost} iterations are lost"
         self._emit("declined", text, offered=offered, iteration=found, reason=body.reason)
 
     def _emit(self, kind: str, text: str, **fields: Any) -> None:

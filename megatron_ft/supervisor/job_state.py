@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import secrets
 import uuid
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -70,7 +67,6 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     smps: dict[str, SmpPlace] = {}
     active: tuple[str, ...] = ()
     scheme: str = ""
-    command_digest: str = ""
     shards: dict[str, ShardPlacement] = {}
     incarnation: int = 0
     lineage: tuple[Ancestor, ...] = ()
@@ -86,7 +82,6 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __rich_repr__(self) -> Any:
         """The same for rich, which would list the fields."""
         yield "name", self.name
-        yield "job", str(self.job)
 
 
 class JobHeldError(ControlPlaneError):
@@ -145,38 +140,6 @@ class JobState:
         self._record = record
         return record
 
-    def remember(self, **changes: Any) -> str:
-        """Like ``update``, but what the disk does not take stays in memory for the next update.
-
-        Returns why it was not written, or nothing.
-        """
-        try:
-            self.update(**changes)
-        except StaleIncarnationError:
-            raise
-        except ControlPlaneError as error:
-            self._record = msgspec.structs.replace(self._record, **changes)
-            return str(error)
-        return ""
-
-    def restore(self) -> bool:
-        """Write the notes again if somebody has removed them; True if that was so.
-
-        ControlPlaneError if they cannot be written, StaleIncarnationError if they are another
-        job's by now.
-        """
-        if not self.is_missing():
-            return False
-        self.update()
-        return True
-
-    def is_missing(self) -> bool:
-        """True if notes or lock are not where they were; OSError of a disk that fails."""
-        assert self._lock is not None, "the state was closed"
-        return not (
-            (self.folder / _FILE).exists() and _is_same_file(self._lock, self.folder / _LOCK)
-        )
-
     def _require_folder(self) -> None:
         """Have the folder and our lock in it; notes of another job there stay as they are."""
         assert self._lock is not None, "the state was closed"
@@ -216,12 +179,7 @@ class JobState:
         """The state itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close it."""
         self.close()
 
@@ -251,11 +209,6 @@ def known_shards(name: str, state_dir: Path | None = None) -> dict[str, ShardPla
     return {} if record is None else record.shards
 
 
-def command_digest(argv: Sequence[str]) -> str:
-    """A short text that is the same for the same command."""
-    return hashlib.blake2b(msgspec.msgpack.encode(list(argv)), digest_size=16).hexdigest()
-
-
 def read_record(folder: Path, name: str) -> JobRecord | None:
     """The record in a state folder without taking the lock; None if there is none.
 
@@ -274,8 +227,9 @@ def read_record(folder: Path, name: str) -> JobRecord | None:
         record = msgspec.json.decode(raw, type=JobRecord)
     except UNREADABLE as error:
         raise _refusal(path, name, f"is damaged or of another release ({error})") from error
-    reason = _reason_to_refuse(record, name)
-    if reason:
+    expected = (VERSION, name, os.geteuid(), SECRET_BYTES)
+    if (record.version, record.name, record.uid, len(record.secret)) != expected:
+        reason = "is of another job, user or release, or holds no secret"
         raise _refusal(path, name, reason)
     return record
 
@@ -285,18 +239,6 @@ def write_record(folder: Path, record: JobRecord) -> None:
     content = msgspec.json.format(msgspec.json.encode(record))
     reach("recovery.noted")
     private_files.replace_file(folder / _FILE, content, durable=True)
-
-
-def _reason_to_refuse(record: JobRecord, name: str) -> str:
-    if record.version != VERSION:
-        return f"has version {record.version}, this release writes {VERSION}"
-    if record.name != name:
-        return f"is of job {record.name!r}"
-    if record.uid != os.geteuid():
-        return f"is of user {record.uid}"
-    if len(record.secret) != SECRET_BYTES:
-        return "holds no secret"
-    return ""
 
 
 def _refusal(path: Path, name: str, reason: str) -> ControlPlaneError:
@@ -323,58 +265,33 @@ def make_notes_folder(folder: Path, *, close: bool = True) -> None:
 
 
 def _take_lock(folder: Path, name: str) -> int:
+    """The descriptor of the folder's lock, which names this process; JobHeldError if it is held."""
+    lock = -1
     try:
         lock = private_files.open_file(folder / _LOCK, os.O_RDWR | os.O_CREAT)
-    except UntrustedFileError as error:
-        raise ControlPlaneError(str(error)) from error
-    except OSError as error:
-        raise ControlPlaneError(
-            f"{folder / _LOCK} cannot be made ({error.strerror}): give a --state-dir that this "
-            "user may write to"
-        ) from error
-    try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = _describe_holder(lock)
-        os.close(lock)
-        raise JobHeldError(
-            f"job {name!r} already has a supervisor, {holder}; wait for it, end it, or give this "
-            "job another name"
-        ) from error
-    except OSError as error:
-        os.close(lock)
-        raise ControlPlaneError(
-            f"{folder} cannot be locked ({error.strerror}); give a --state-dir on a file system "
-            "with locks"
-        ) from error
-    try:
         if not _is_same_file(lock, folder / _LOCK):
             raise ControlPlaneError(f"job {name!r} was being removed just now; start again")
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-    except BaseException:
-        os.close(lock)
-        raise
-    return lock
-
-
-def _describe_holder(lock: int) -> str:
-    """The holder of a lock file as the kernel has it: the file may name a dead process."""
-    status = os.fstat(lock)
-    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    written = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
-    try:
-        table = Path("/proc/locks").read_text()
-    except OSError:
-        table = ""
-    # proc_locks(5): number, FLOCK, ADVISORY, WRITE, process, device and inode, ...
-    fields = [line.split() for line in table.splitlines()]
-    pids = [f[4] for f in fields if len(f) > 5 and f[1] == "FLOCK" and f[5] == device]
-    if not pids or not pids[0].isdecimal() or pids[0] == "0":
-        return f"process {written} of another machine or container"
-    if pids[0] != written:
-        return f"or another program holds its lock: process {pids[0]}"
-    return f"process {written}"
+        taken, lock = lock, -1
+        return taken
+    except UntrustedFileError as error:
+        raise ControlPlaneError(str(error)) from error
+    except BlockingIOError as error:
+        holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+        raise JobHeldError(
+            f"job {name!r} already has a supervisor, process {holder} here or elsewhere; wait for "
+            "it, end it, or give this job another name"
+        ) from error
+    except OSError as error:
+        raise ControlPlaneError(
+            f"{folder / _LOCK} cannot be made and locked ({error.strerror}): give a --state-dir "
+            "with room, that this user may write to, on a file system with locks"
+        ) from error
+    finally:
+        if lock >= 0:
+            os.close(lock)
 
 
 def is_supervised(job: str, state_dir: Path | None) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -30,11 +31,14 @@ from megatron_ft.launchers.launcher import Launcher, NodeUnreachable
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.connections import ARENA_TIMEOUT_SECONDS
 from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.failures import NODE_LOST, Failure
 from megatron_ft.supervisor.job_state import JobRecord, JobState
 from megatron_ft.supervisor.placement import choose_active, choose_spares, stripes_by_position
 from megatron_ft.supervisor.processes import Result, SmpFleet, unless
-from megatron_ft.supervisor.registration import other_shape
+from megatron_ft.supervisor.registration import OTHER_SHAPE
 from megatron_ft.supervisor.spec import JobSpec
+
+log = logging.getLogger(__name__)
 
 ADMIT_TIMEOUT_SECONDS = ARENA_TIMEOUT_SECONDS + 30.0
 """Limit for fencing a node that still answers heartbeats.  Its earlier requests come first, which
@@ -85,11 +89,9 @@ async def _ask_unless_silent(coordinator: Coordinator, node: str, request: m.Mes
     """
     question = asyncio.ensure_future(coordinator.links[node].ask(request, ADMIT_TIMEOUT_SECONDS))
     try:
-        while not question.done():
+        while not question.done() and not coordinator.silent_nodes([node]):
             await asyncio.wait({question}, timeout=coordinator.timing.heartbeat)
-            if coordinator.silent_nodes([node]):
-                return None
-        return None if question.cancelled() else question.result()
+        return question.result() if question.done() and not question.cancelled() else None
     except ControlPlaneError:
         return None
     finally:
@@ -98,28 +100,6 @@ async def _ask_unless_silent(coordinator: Coordinator, node: str, request: m.Mes
 
 class IncarnationHigherError(ControlPlaneError):
     """An SMP has already seen this incarnation; the next attempt must be higher."""
-
-
-class OutstandingLeases:
-    """Leases of nodes that were given up, and the time by which all have run out.
-
-    A node's lease counts from when it was last heard of; before this supervisor heard of it,
-    from when this supervisor began, since the one before may have renewed it until then.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        """``seconds`` is longer than any lease."""
-        self._seconds, self._began = seconds, time.monotonic()
-        self._heard: dict[str, float] = {}
-
-    def record(self, node: str, heard: float) -> None:
-        """Record when a node that is given up was last heard of, on the monotonic clock."""
-        self._heard[node] = heard
-
-    def left(self, nodes: Sequence[str]) -> float:
-        """Seconds until all of them have run out; below zero if they have."""
-        last = max((self._heard.get(node, self._began) for node in nodes), default=0.0)
-        return last + self._seconds - time.monotonic()
 
 
 class NoSpareError(MegatronFTError):
@@ -133,16 +113,11 @@ class NoSpareError(MegatronFTError):
         self.admitted, self.missing = admitted, missing
 
 
-class SmpStartError(MegatronFTError):
-    """The first SMPs of a job could not be started; nothing was lost."""
-
-
 class Membership:
     """The nodes of one job over all its incarnations.
 
     ``active`` lists the nodes that train, in the order of their ranks; a spare that takes
-    over gets the lost node's position, so that no other shard moves.  ``left`` are nodes that the
-    job has continued without.
+    over gets the lost node's position, so that no other shard moves.
     """
 
     def __init__(
@@ -150,13 +125,14 @@ class Membership:
     ) -> None:
         _check_nodes(spec, state.record)
         self.smps = SmpFleet(launcher, state, spec)
-        self.left: set[str] = set()
         self.active: list[str] = list(state.record.active) or _first_active(spec, launcher)
         self._spec, self._launcher, self._state = spec, launcher, state
         self._coordinator = coordinator
-        self._leases = OutstandingLeases(coordinator.timing.node_timeout)
+        # When a node that was given up was last heard of.  The supervisor before this one may have
+        # renewed the lease of others until this one began.
+        self._began, self._heard = time.monotonic(), dict[str, float]()
         self._led = False
-        self._aside: dict[str, str] = {}
+        self._aside: set[str] = set()
 
     def places(self, active: Sequence[str] = ()) -> dict[str, str]:
         """Shard to node, as far as shards are known from earlier incarnations.
@@ -181,8 +157,7 @@ class Membership:
             try:
                 work = admit(self._coordinator, incarnation, nodes)
                 admitted = await self.smps.while_all_run(work)
-                self._refuse_foreign(admitted)
-                self._emit_damaged(admitted)
+                self._check(admitted)
                 await self._await_leases(admitted)
                 self._coordinator.require_lead()
                 self._led = True
@@ -197,18 +172,19 @@ class Membership:
     async def _await_leases(self, admitted: Inventories) -> None:
         """Return once no trainer of an earlier incarnation can run on a node that was not
         admitted."""
-        away = [
-            node for node in self.active if node not in admitted and not self._launcher.gone(node)
-        ]
+        away = [n for n in self.active if n not in admitted and not self._launcher.gone(n)]
         for node in away:
             self._give_up(node)
-        if self._state.record.incarnation and (seconds := self._leases.left(away)) > 0:
+        last = max((self._heard.get(node, self._began) for node in away), default=0.0)
+        # Longer than any lease.
+        seconds = last + self._coordinator.timing.node_timeout - time.monotonic()
+        if self._state.record.incarnation and seconds > 0:
             names = ", ".join(away)
             self._emit("waiting", f"node {names}: up to {seconds:.1f} s of lease left", names)
             await asyncio.sleep(seconds)
 
-    def _refuse_foreign(self, admitted: Inventories) -> None:
-        """Never write over another job's snapshots, whatever the reason that they are here."""
+    def _check(self, admitted: Inventories) -> None:
+        """Never write over another job's snapshots; emit what is damaged."""
         foreign = [text for i in admitted.values() for text in i.foreign]
         if foreign:
             raise ArenaForeignError(
@@ -216,29 +192,26 @@ class Membership:
                 "they are of an earlier run of this job, run it with the same --state-dir; else "
                 "choose another --job name, or remove them with `megatron-ft clean`"
             )
+        for node, inventory in admitted.items():
+            for text in inventory.damaged:
+                self._emit("damaged", f"node {node}: {text}", node)
 
     def lost(self, admitted: Inventories) -> list[str]:
         """Nodes that train and must be replaced."""
         there = self.usable(admitted)
         return [n for n in self.active if n not in there]
 
-    def _emit_damaged(self, admitted: Inventories) -> None:
-        for node, inventory in admitted.items():
-            for text in inventory.damaged:
-                self._emit("damaged", f"node {node}: {text}", node)
-
     def replace_lost(self, admitted: Inventories) -> None:
         """Put a spare in the position of each lost node; NoSpareError if there are too few."""
         spares = [n for n in self.usable(admitted) if n not in self.active]
         lost = self.lost(admitted)
-        self.left |= set(lost)
         for node in [node for node in lost if node not in self._aside]:
             self._give_up(node)
             self._emit("node_lost", f"node {node} is lost", node)
         if len(spares) < len(lost):
             raise NoSpareError(
-                f"node {', '.join(lost)} lost{self._why_aside()} and no spare is left; its "
-                "memory may still be rebuilt: start the same command again with more --spares",
+                f"node {', '.join(lost)} lost, or set aside, and no spare is left; its memory may "
+                "still be rebuilt: start the same command again with more --spares",
                 admitted,
                 len(lost) - len(spares),
             )
@@ -285,18 +258,9 @@ class Membership:
         """
         if not self._state.record.shards:
             return False
-        self._aside[refusal.node] = "no room"
+        self._aside.add(refusal.node)
         self._emit("no_room", f"{refusal}; another spare is tried", refusal.node)
         return True
-
-    def suspect(self, node: str, reason: str) -> None:
-        """Have a spare take the place of this node, on which a failure repeats."""
-        self._aside[node] = "repeated failures"
-        self._emit("suspected", f"a spare takes the place of node {node}: {reason}", node)
-
-    def _why_aside(self) -> str:
-        reasons = [f"{why} on {node}" for node, why in sorted(self._aside.items())]
-        return f" ({', '.join(reasons)})" if reasons else ""
 
     def free_spares(self) -> list[str]:
         """Nodes that answer and could take the place of another one."""
@@ -320,18 +284,14 @@ class Membership:
         ]
 
     async def replace_smps(self, nodes: Sequence[str]) -> str:
-        """Replace SMPs all at once, so that no node is silent for too long; see ``replace_smp``.
+        """Have new SMPs adopt the arenas of those that died by themselves, all at once.
 
         Returns why one of them cannot be replaced, or an empty string.
         """
-        reasons = await asyncio.gather(*(self.replace_smp(node) for node in nodes))
+        reasons = await asyncio.gather(*(self._replace_smp(node) for node in nodes))
         return next((reason for reason in reasons if reason), "")
 
-    async def replace_smp(self, node: str) -> str:
-        """Have a new SMP adopt the arenas of one that died by itself.
-
-        Returns why that cannot be, or an empty string.
-        """
+    async def _replace_smp(self, node: str) -> str:
         self._coordinator.disconnect(node)
         try:
             endpoint = await self.smps.ensure(node)
@@ -364,17 +324,31 @@ class Membership:
         return await unless(self.smps.while_all_run(work), self._silence())
 
     async def _silence(self) -> ControlPlaneError:
-        coordinator = self._coordinator
         while True:
-            await coordinator.silent.wait()
-            if coordinator.failure is not None:
-                return ControlPlaneError(f"the coordinator failed: {coordinator.failure!r}")
-            coordinator.require_lead()
-            coordinator.silent.clear()
-            lost = self.silent()
-            if lost and not self.without(lost):
-                text = f"no heartbeat from {', '.join(lost)} during the recovery"
-                return ControlPlaneError(text, lost[0])
+            await self._coordinator.silent.wait()
+            if (failure := self.on_silence()) is not None:
+                return ControlPlaneError(failure.text, failure.place)
+
+    def on_silence(self) -> Failure | None:
+        """The failure behind ``coordinator.silent``, now cleared; None if only spares are lost.
+
+        StaleIncarnationError when somebody else leads the job.
+        """
+        coordinator = self._coordinator
+        coordinator.silent.clear()
+        error, coordinator.failure = coordinator.failure, None
+        if error is not None:
+            log.error("the coordinator failed", exc_info=error)
+            text = f"the coordinator failed: {error!r}"
+            self._emit("coordinator_failed", text, "")
+            return Failure(text, f"the coordinator failed with {type(error).__name__}")
+        coordinator.require_lead()
+        lost = self.silent()
+        if not lost or self.without(lost):
+            return None
+        text = f"no heartbeat from {', '.join(lost)}"
+        self._emit("silent", text, lost[0])
+        return Failure(text, NODE_LOST, lost[0])
 
     def silent(self) -> list[str]:
         """Nodes without a heartbeat whose SMP is not known to have ended."""
@@ -397,7 +371,7 @@ class Membership:
         except ControlPlaneError as error:
             # At the job's start a node that merely refuses is a mistake that the user can mend.
             if self._coordinator.incarnation == 0 and not isinstance(error, NodeUnreachable):
-                raise SmpStartError(str(error)) from error
+                raise MegatronFTError(str(error)) from error
             self._give_up(node)
             return False
         link = self._coordinator.links.get(node)
@@ -408,7 +382,7 @@ class Membership:
     def _give_up(self, node: str) -> None:
         link = self._coordinator.links.get(node)
         if link is not None:
-            self._leases.record(node, link.last_heard)
+            self._heard[node] = link.last_heard
         self._coordinator.disconnect(node)
         self.smps.forget(node)
 
@@ -431,14 +405,13 @@ def _check_nodes(spec: JobSpec, record: JobRecord) -> None:
     kept = len(record.active)
     shrunk = spec.settings.on_no_spare == SHRINK and kept < spec.nodes
     if kept and kept != spec.nodes and not shrunk:
-        free = "" if record.committed else ", or free it: `megatron-ft clean --job {spec.name}`"
         raise ConfigError(
             f"job {spec.name!r} is kept with {kept} nodes; you asked for {spec.nodes}. Use --nodes "
-            f"{kept}, or another --job{free.format(spec=spec)}"
+            f"{kept}, or another --job, or free this one: `megatron-ft clean --job {spec.name}`"
         )
     ranks = (kept or spec.nodes) * spec.ranks_per_node
     if record.committed and record.shards and len(record.shards) != ranks:
         raise LayoutMismatchError(
             f"job {spec.name!r} keeps snapshots of {len(record.shards)} ranks in memory; you asked "
-            f"for {ranks}. {other_shape(spec.name)}"
+            f"for {ranks}. {OTHER_SHAPE}"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_ft.arena.format import BLOCK_BYTES, DIGEST_BLAKE2B, DIGEST_CRC64
 from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.identity import Ancestor
@@ -36,19 +35,6 @@ class Timing:
             )
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Choices for new arenas; those of a stripe have what its first ones had."""
-
-    block_bytes: int = BLOCK_BYTES
-    crc: bool = True
-
-    @property
-    def digest_algorithm(self) -> int:
-        """Number of the digest algorithm in the arena format."""
-        return DIGEST_CRC64 if self.crc else DIGEST_BLAKE2B
-
-
 def create_requests(
     stripes: Sequence[StripeState],
     incarnation: int,
@@ -69,7 +55,6 @@ def create_requests(
             data_bytes=stripe.data_bytes,
             block_bytes=stripe.block_bytes,
             slot_count=slot_count,
-            digest_algorithm=stripe.digest_algorithm,
         )
         for stripe in stripes
         for index, shard_id in enumerate(stripe.members)
@@ -96,7 +81,6 @@ def stripe_orders(
             parity_members=stripe.parity_members,
             data_bytes=stripe.data_bytes,
             block_bytes=stripe.block_bytes,
-            digest_algorithm=stripe.digest_algorithm,
             members=stripe.members,
             world_ranks=tuple(world.index(places[s]) for s in stripe.members),
             arenas={},

@@ -1,25 +1,19 @@
 """Placement: the nodes that train, the spares that take over, and their failure domains.
 
-Failure domains come from a file: Slurm's topology.conf, or lines ``rack1: node[0-3],node7``.
-The form of topology.conf and of hostlist expressions is that of Slurm's manual pages
-topology.conf(5) and scontrol(1); ``scontrol show topology`` prints the former.
+Failure domains come from a file of lines ``rack1: node[0-3],node7``.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-import shutil
-import subprocess
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import Domains, domain_of, members_of, stripe_sets
-
-MOST_TRIED = 10_000
 
 
 def choose_active(nodes: Sequence[str], count: int, domains: Domains, scheme: Scheme) -> list[str]:
@@ -29,13 +23,18 @@ def choose_active(nodes: Sequence[str], count: int, domains: Domains, scheme: Sc
     any one failure domain: if any choice allows stripes, this one does.
     """
     active = list(nodes[:count])
-    if not scheme.parity_members or _fits(active, domains, scheme):
+    largest = max(map(len, members_of(active, domains).values()), default=0)
+    if not scheme.parity_members or stripe_sets(len(active), largest, scheme) is not None:
         return active
     active = list(nodes)
     while len(active) > count:
-        largest = max(members_of(active, domains).values(), key=len)
-        active.remove(largest[-1])
+        crowd = max(members_of(active, domains).values(), key=len)
+        active.remove(crowd[-1])
     return active
+
+
+MOST_TRIED = 10_000
+"""Choices of spares that are compared at most."""
 
 
 def choose_spares(
@@ -53,13 +52,17 @@ def choose_spares(
     replaced from their own domain; then the order of ``spares`` counts.  There must be
     enough spares.
     """
-    assert len(spares) >= len(lost), "the caller has counted the spares"
-    # Spares of one domain are as good as each other, so only domains are tried.
-    waiting = members_of(spares, domains)
-    words = itertools.islice(_words(waiting, len(lost)), MOST_TRIED)
-    best = min(words, key=lambda word: _cost(word, active, lost, stripes, domains, most))
-    queues = {name: iter(nodes) for name, nodes in waiting.items()}
-    return {node: next(queues[name]) for node, name in zip(lost, best, strict=True)}
+
+    def cost(chosen: Iterable[str]) -> tuple[int, int]:
+        moved = {node: domain_of(n, domains) for node, n in zip(lost, chosen, strict=True)}
+        names = [moved.get(node, domain_of(node, domains)) for node in active]
+        counts = [Counter(names[i] for i in stripe) for stripe in stripes]
+        excess = sum(max(0, n - most) for count in counts for n in count.values())
+        return excess, sum(name != domain_of(node, domains) for node, name in moved.items())
+
+    choices = itertools.islice(itertools.permutations(spares, len(lost)), MOST_TRIED)
+    best = min(choices, key=cost)
+    return dict(zip(lost, best, strict=True))
 
 
 def stripes_by_position(
@@ -73,80 +76,24 @@ def stripes_by_position(
     return sorted(sets, key=sorted)
 
 
-def describe_domains(
-    active: Sequence[str], nodes: Sequence[str], domains: Domains, scheme: Scheme
-) -> str:
-    """The failure domains of a job and what becomes of its stripes, in one line."""
-    groups = members_of(active, domains)
-    shown = "; ".join(f"{name}: {', '.join(found)}" for name, found in groups.items())
-    spares = [f"{n} ({domain_of(n, domains)})" for n in nodes if n not in active]
-    text = f"{len(groups)} failure domains train ({shown})"
-    text += f", spares {', '.join(spares)}" if spares else ", no spares"
-    count = stripe_sets(len(active), max(map(len, groups.values())), scheme)
-    if not scheme.parity_members or count is None:
-        return text
-    lengths = sorted({len(active) // count, -(-len(active) // count)})
-    return (
-        f"{text}; stripes of {' or '.join(map(str, lengths))} nodes, at most "
-        f"{scheme.parity_members} of one domain in each"
-    )
-
-
-def _fits(active: Sequence[str], domains: Domains, scheme: Scheme) -> bool:
-    largest = max(map(len, members_of(active, domains).values()))
-    return stripe_sets(len(active), largest, scheme) is not None
-
-
-def _words(waiting: Mapping[str, Sequence[str]], length: int) -> Iterator[tuple[str, ...]]:
-    """Every sequence of domains that the waiting spares can serve."""
-    for word in itertools.product(waiting, repeat=length):
-        if all(count <= len(waiting[name]) for name, count in Counter(word).items()):
-            yield word
-
-
-def _cost(
-    word: Sequence[str],
-    active: Sequence[str],
-    lost: Sequence[str],
-    stripes: Sequence[Collection[int]],
-    domains: Domains,
-    most: int,
-) -> tuple[int, int]:
-    """Nodes too many of one domain over all stripes, and lost nodes replaced from elsewhere."""
-    moved = dict(zip(lost, word, strict=True))
-    names = [moved.get(node, domain_of(node, domains)) for node in active]
-    excess = sum(
-        count - most
-        for stripe in stripes
-        for count in Counter(names[i] for i in stripe).values()
-        if count > most
-    )
-    return excess, sum(name != domain_of(node, domains) for node, name in moved.items())
-
-
-SLURM = "slurm"
-"""Stands for the topology of the Slurm cluster of this machine, instead of a file."""
-
-ASK_SECONDS = 10.0
-_PAIR = re.compile(r"(\w+)=(\S+)")
-_SIMPLE = re.compile(r"([^\s:=]+)\s*:\s*(\S.*)")
+_ENTRY = re.compile(r"([^\s:=]+)\s*:\s*(\S.*)")
 _BRACKET = re.compile(r"\[([^\]]*)\]")
 _MOST_NAMES = 1 << 16
 
 
 def read_domains(source: str, nodes: Sequence[str]) -> dict[str, str]:
-    """Failure domain of each of ``nodes``, from the file ``source`` or from Slurm itself.
+    """Failure domain of each of ``nodes``, from a file.
 
-    ConfigError for a file that cannot be read or understood, or that does not name a node;
-    MissingEnvironmentError where Slurm is to be asked and does not answer.
+    ConfigError for a file that cannot be read or understood, or that does not name a node.
     """
-    where = "`scontrol show topology`" if source == SLURM else source
-    text = _ask_slurm() if source == SLURM else _read(Path(source))
-    found = parse_domains(text, where)
+    try:
+        found = parse_domains(Path(source).read_text(), source)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--failure-domains {source} cannot be read: {error}") from error
     missing = [node for node in nodes if node not in found]
     if missing:
         raise ConfigError(
-            f"{where} puts {', '.join(missing)} in no failure domain; it names "
+            f"{source} puts {', '.join(missing)} in no failure domain; it names "
             f"{', '.join(sorted(found)[:8]) or 'no node'}. Add them, each in a domain of its own "
             "if it shares nothing with another"
         )
@@ -156,18 +103,25 @@ def read_domains(source: str, nodes: Sequence[str]) -> dict[str, str]:
 def parse_domains(text: str, where: str) -> dict[str, str]:
     """Failure domain by node.  Pure; ConfigError, which names the line, for what is no such file.
 
-    Of topology.conf the switches (or blocks) count that name nodes themselves: the leaves.
+    ``#`` begins a comment.
     """
     found: dict[str, str] = {}
-    for number, line in _lines(text):
-        place = f"{where}, line {number}"
-        for name, nodes in _entry(line, place):
-            for node in expand_hostlist(nodes, place):
-                if found.setdefault(node, name) != name:
-                    raise ConfigError(
-                        f"{place}: {node} is in failure domain {name} and in {found[node]}; "
-                        "a node is in one"
-                    )
+    for number, raw in enumerate(text.splitlines(), 1):
+        line, place = raw.partition("#")[0].strip(), f"{where}, line {number}"
+        if not line:
+            continue
+        entry = _ENTRY.fullmatch(line)
+        if entry is None:
+            raise ConfigError(
+                f"{place}: {line!r} is no failure domain; write `rack1: node[0-3],node7`"
+            )
+        name, nodes = entry.groups()
+        for node in expand_hostlist(re.sub(r"\s*,\s*", ",", nodes), place):
+            if found.setdefault(node, name) != name:
+                raise ConfigError(
+                    f"{place}: {node} is in failure domain {name} and in {found[node]}; "
+                    "a node is in one"
+                )
     return found
 
 
@@ -177,39 +131,6 @@ def expand_hostlist(expression: str, place: str = "hostlist") -> list[str]:
     ConfigError, which begins with ``place``, for brackets or ranges that make no sense.
     """
     return [name for part in _split(expression, place) for name in _expand(part, place)]
-
-
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines without comments, numbered; a backslash at the end joins the next."""
-    joined, start = "", 0
-    for number, raw in enumerate(text.splitlines(), 1):
-        start = start or number
-        line = raw.partition("#")[0].rstrip()
-        joined += line.removesuffix("\\")
-        if line.endswith("\\"):
-            continue
-        if joined.strip():
-            yield start, joined.strip()
-        joined, start = "", 0
-
-
-def _entry(line: str, place: str) -> list[tuple[str, str]]:
-    """Domain and hostlist of one line; nothing for a switch above the leaves."""
-    simple = _SIMPLE.fullmatch(line)
-    if simple is not None:
-        return [(simple.group(1), re.sub(r"\s*,\s*", ",", simple.group(2)))]
-    pairs = {key.lower(): value for key, value in _PAIR.findall(line)}
-    name = pairs.get("switchname") or pairs.get("blockname")
-    if name is None and pairs:
-        return []  # Other lines of topology.conf, such as BlockSizes.
-    if name is None:
-        raise ConfigError(
-            f"{place}: {line!r} is no failure domain; write `rack1: node[0-3],node7`, or Slurm's "
-            "`SwitchName=rack1 Nodes=node[0-3],node7`"
-        )
-    # A switch above others repeats their nodes in what scontrol prints.
-    leaf = "nodes" in pairs and pairs.get("switches", "(null)") == "(null)"
-    return [(name, pairs["nodes"])] if leaf else []
 
 
 def _split(expression: str, place: str) -> list[str]:
@@ -237,29 +158,3 @@ def _range(text: str, place: str) -> list[str]:
             raise ConfigError(f"{place}: [{text}] is no range of numbers; write [0-3,7]")
         found += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
     return found
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--failure-domains {path} cannot be read: {error}") from error
-
-
-def _ask_slurm() -> str:
-    program = shutil.which("scontrol")
-    if program is None:
-        raise MissingEnvironmentError(
-            f"--failure-domains {SLURM}: there is no scontrol on PATH; give a file instead"
-        )
-    try:
-        done = subprocess.run(
-            [program, "show", "topology"], stdin=subprocess.DEVNULL, capture_output=True,
-            text=True, timeout=ASK_SECONDS, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError) as error:
-        raise MissingEnvironmentError(
-            f"--failure-domains {SLURM}: `scontrol show topology` failed ({error}); the cluster "
-            "has a topology plugin only if its administrators set one: give a file instead"
-        ) from error
-    return done.stdout

@@ -1,4 +1,4 @@
-"""The SMPs of a job, one on every node, the trainers of its incarnation, and imports of spares.
+"""The SMPs of a job, one on every node, and the trainers of its incarnation.
 
 A trainer's environment is what torchrun would set; that of torchrun is for a command which starts
 the ranks of a node itself.
@@ -9,15 +9,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import uuid
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from megatron_ft.config import json_section
-from megatron_ft.config.flags import read_command
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import INCARNATION, TREE
 from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
@@ -44,29 +42,12 @@ _FIXED = {
 }
 _DEFAULTS = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
-AUTO, NONE = "auto", "none"
-_WARM = ("torch", "torch.distributed", "torch.nn.parallel", "megatron_ft.trainer.manager")
-_MEGATRON = ("megatron.training.training", "megatron_ft.megatron.hooks")
-_DEEPSPEED = ("deepspeed", "deepspeed_ext.hooks")
-
-# One that is missing, or needs a device, leaves the others; its log is looked at by nobody else.
-_IMPORTS = """
-import importlib, os, sys
-os.nice(19)
-for name in sys.argv[1:]:
-    try:
-        importlib.import_module(name)
-    except Exception as error:
-        print(f"{name}: {error!r}", file=sys.stderr)
-"""
-
 
 @dataclass(frozen=True)
 class TrainerPlace:
     """Place of one trainer, or of all trainers of a node, in an incarnation of the job.
 
-    Active nodes and the ranks of a node are numbered from 0, ranks node by node.  ValueError
-    for a node or a rank out of range.
+    Active nodes and the ranks of a node are numbered from 0, ranks node by node.
     """
 
     node_index: int
@@ -78,40 +59,26 @@ class TrainerPlace:
     run_id: str
     restart_count: int
 
-    def __post_init__(self) -> None:
-        """Check."""
-        nodes, ranks = range(self.node_count), range(self.ranks_per_node)
-        if self.node_index not in nodes or self.local_rank not in ranks:
-            raise ValueError(
-                f"rank {self.local_rank} of node {self.node_index} is not within "
-                f"{self.node_count} nodes of {self.ranks_per_node} ranks"
-            )
-
     def of_rank(self, base: Mapping[str, str]) -> dict[str, str]:
         """Complete environment of this rank, from ``base``.
 
         Names and meanings are those of torchrun's documentation ("Environment Variables").
         OMP_NUM_THREADS becomes 1 where ``base`` does not set it.
         """
-        rank = str(self.node_index * self.ranks_per_node + self.local_rank)
-        world_size = str(self.node_count * self.ranks_per_node)
-        return {
-            **_DEFAULTS,
-            **base,
-            **_FIXED,
-            "RANK": rank,
-            "LOCAL_RANK": str(self.local_rank),
-            "WORLD_SIZE": world_size,
-            "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
-            "GROUP_RANK": str(self.node_index),
-            "GROUP_WORLD_SIZE": str(self.node_count),
-            "ROLE_RANK": rank,
-            "ROLE_WORLD_SIZE": world_size,
-            "MASTER_ADDR": self.master_address,
-            "MASTER_PORT": str(self.master_port),
-            "TORCHELASTIC_RUN_ID": self.run_id,
-            "TORCHELASTIC_RESTART_COUNT": str(self.restart_count),
+        numbers = {
+            "RANK": self.node_index * self.ranks_per_node + self.local_rank,
+            "LOCAL_RANK": self.local_rank,
+            "WORLD_SIZE": self.node_count * self.ranks_per_node,
+            "LOCAL_WORLD_SIZE": self.ranks_per_node,
+            "GROUP_RANK": self.node_index,
+            "GROUP_WORLD_SIZE": self.node_count,
+            "MASTER_PORT": self.master_port,
+            "TORCHELASTIC_RESTART_COUNT": self.restart_count,
         }
+        words = {name: str(number) for name, number in numbers.items()}
+        roles = {"ROLE_RANK": words["RANK"], "ROLE_WORLD_SIZE": words["WORLD_SIZE"]}
+        names = {"MASTER_ADDR": self.master_address, "TORCHELASTIC_RUN_ID": self.run_id}
+        return {**_DEFAULTS, **base, **_FIXED, **words, **roles, **names}
 
     def of_torchrun(self, base: Mapping[str, str]) -> dict[str, str]:
         """Complete environment of a torchrun that starts all ranks of this node, from ``base``.
@@ -119,20 +86,18 @@ class TrainerPlace:
         torchrun takes the defaults of its flags from ``PET_<FLAG>``.  It numbers the ranks as
         ``of_rank`` does, and makes a session for each: TREE ends them with it.
         """
-        assert self.local_rank == 0, "one process stands for all ranks of a node"
-        return {
-            **_DEFAULTS,
-            **base,
-            TREE: uuid.uuid4().hex,
-            "PET_NNODES": str(self.node_count),
-            "PET_NODE_RANK": str(self.node_index),
-            "PET_NPROC_PER_NODE": str(self.ranks_per_node),
-            "PET_RDZV_BACKEND": "static",
-            "PET_RDZV_ID": f"{self.run_id}-{self.restart_count}",
-            "PET_MASTER_ADDR": self.master_address,
-            "PET_MASTER_PORT": str(self.master_port),
-            "PET_MAX_RESTARTS": "0",
+        flags = {
+            "NNODES": self.node_count,
+            "NODE_RANK": self.node_index,
+            "NPROC_PER_NODE": self.ranks_per_node,
+            "RDZV_BACKEND": "static",
+            "RDZV_ID": f"{self.run_id}-{self.restart_count}",
+            "MASTER_ADDR": self.master_address,
+            "MASTER_PORT": self.master_port,
+            "MAX_RESTARTS": 0,
         }
+        words = {f"PET_{name}": str(value) for name, value in flags.items()}
+        return {**_DEFAULTS, **base, TREE: uuid.uuid4().hex, **words}
 
 
 SMP_START_SECONDS = 60.0
@@ -203,12 +168,13 @@ class SmpFleet:
 
         Its answer would be awaited to the end of the timeout.
         """
-        return await unless(work, self._some_end())
 
-    async def _some_end(self) -> ControlPlaneError:
-        nodes = await self.ended()
-        text = f"the SMP of {', '.join(nodes)} ended during the recovery"
-        return ControlPlaneError(text, nodes[0])
+        async def some_end() -> ControlPlaneError:
+            nodes = await self.ended()
+            text = f"the SMP of {', '.join(nodes)} ended during the recovery"
+            return ControlPlaneError(text, nodes[0])
+
+        return await unless(work, some_end())
 
     def forget(self, node: str) -> None:
         """The node is lost, and its SMP with it."""
@@ -287,15 +253,10 @@ class TrainerFleet:
 
     def start(self, active: Sequence[str], incarnation: int, extra: Mapping[str, str]) -> None:
         """Start every rank, node by node.  NodeUnreachable if one is lost meanwhile."""
-        spec = self._spec
-        port = free_port()
-        given = {
-            **base_environment(),
-            **spec.trainer_environment,
-            **extra,
-            INCARNATION: str(incarnation),
-        }
-        base, master = before_script(given), self._launcher.address(active[0])
+        spec, port = self._spec, free_port()
+        given = {**base_environment(), **spec.trainer_environment, **extra}
+        base = before_script({**given, INCARNATION: str(incarnation)})
+        master = self._launcher.address(active[0])
         self._handles = []
         for index, node in enumerate(active):
             for local in range(0, spec.ranks_per_node, self._ranks_each):
@@ -312,8 +273,6 @@ class TrainerFleet:
                 environment = (
                     place.of_torchrun(base) if spec.trainer_per_node else place.of_rank(base)
                 )
-                if interface := self._launcher.interface(node):
-                    environment.setdefault("GLOO_SOCKET_IFNAME", interface)
                 log = self.log_of(index * spec.ranks_per_node + local)
                 command, mark = container.pass_environment(spec.command, environment)
                 if mark:
@@ -350,83 +309,17 @@ class TrainerFleet:
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for wait in done:
-                    if wait.result() != 0:
-                        return self._exit(waits[wait], wait.result())
+                    if status := wait.result():
+                        index = waits[wait]
+                        node = self._handles[index].node
+                        return TrainerExit(False, index * self._ranks_each, node, status)
         finally:
             for wait in pending:
                 wait.cancel()
         return TrainerExit(finished=True)
-
-    def _exit(self, index: int, status: int) -> TrainerExit:
-        handle = self._handles[index]
-        return TrainerExit(False, index * self._ranks_each, handle.node, status)
-
-    async def all_failed(self, seconds: float) -> bool:
-        """True if every rank ends by itself with an error within so many seconds."""
-        waits = [asyncio.ensure_future(handle.wait()) for handle in self._handles]
-        done, pending = await asyncio.wait(waits, timeout=seconds)
-        for wait in pending:
-            wait.cancel()
-        return not pending and all(wait.result() > 0 for wait in done)
 
     async def kill_all(self) -> None:
         """SIGKILL every rank and wait until they are dead."""
         for handle in self._handles:
             handle.kill()
         await asyncio.gather(*(handle.wait() for handle in self._handles))
-
-
-def modules_of(wanted: str, command: Sequence[str]) -> tuple[str, ...]:
-    """The modules that the setting ``spare_imports`` stands for with this training command."""
-    if wanted == NONE:
-        return ()
-    if wanted != AUTO:
-        return tuple(name.strip() for name in wanted.split(",") if name.strip())
-    section = json_section.read_command(command)
-    megatron = _MEGATRON if read_command(command).enabled else ()
-    deepspeed = _DEEPSPEED if section is not None and section.enabled else ()
-    return (*_WARM, *megatron, *deepspeed)
-
-
-class WarmSpares:
-    """Has each spare of a job import the spec's ``warm_modules`` once.
-
-    The files are in memory then when trainers start there.  Measured on a local disk: with an
-    empty page cache torch took 2.2 and 2.5 s to import, with its files read before 1.6 and 1.5 s.
-    """
-
-    def __init__(self, launcher: Launcher, spec: JobSpec) -> None:
-        self._launcher, self._spec = launcher, spec
-        self._begun: dict[str, ProcessHandle | None] = {}
-
-    def begin(self, nodes: Iterable[str]) -> None:
-        """Start with those that have not begun; one that cannot be reached stays cold."""
-        for node in nodes if self._spec.warm_modules else ():
-            if node not in self._begun:
-                self._begun[node] = self._start(node)
-
-    def end(self) -> None:
-        """End what still imports."""
-        for handle in self.handles():
-            handle.kill()
-
-    def handles(self) -> list[ProcessHandle]:
-        """Processes that were started, also those that have ended."""
-        return [handle for handle in self._begun.values() if handle is not None]
-
-    def _start(self, node: str) -> ProcessHandle | None:
-        python = container.python_of(self._spec.command) or [sys.executable]
-        environment = {
-            **base_environment(),
-            **self._spec.trainer_environment,
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        argv = [*python, "-c", _IMPORTS, *self._spec.warm_modules]
-        command, mark = container.pass_environment(argv, environment)
-        if mark:
-            environment[TREE] = mark
-        try:
-            log = self._spec.log_dir / f"spare-{node}.log"
-            return self._launcher.start(node, command, environment, log)
-        except MegatronFTError:
-            return None

@@ -2,26 +2,23 @@
 
 It holds damaged shards, snapshots from which training fails soon after a restore, and what the
 user has asked to rewind.  Since training frameworks load checkpoints of their own, it also says
-when memory goes before them, as Megatron's ranks will agree.
+when memory goes before them.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ft.checkpoint.decide import Decision, Quarantine
-from megatron_ft.checkpoint.native import disk_of, iteration_of, naming, newest_iteration
-from megatron_ft.config import SWITCH
+from megatron_ft.checkpoint.native import iteration_of, naming, newest_iteration
+from megatron_ft.core.errors import ControlPlaneError, StaleIncarnationError
 from megatron_ft.core.identity import Ancestor, SnapshotId, on_lineage
 from megatron_ft.core.process_tools import in_thread
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.trainer.start_choice import RankView, StartDecision, choose_start
 
 DISK_TIMEOUT_SECONDS = 10.0
 """Longest that a recovery waits for the folder of the framework's own checkpoints."""
@@ -86,24 +83,6 @@ class QuarantinePolicy:
             return "disk"
         return "rewound" if self._over_own else "memory"
 
-    async def foresee(self, command: Sequence[str], decision: Decision) -> StartDecision | None:
-        """The start that Megatron's ranks will agree on; None if only they can know.
-
-        The same rule is applied here to the same arguments and files.  They cannot be known here
-        where the command is a script that hides them, or names a checkpoint.
-        """
-        args = _arguments(command)
-        if decision.snapshot is None or SWITCH not in command or not args.load:
-            return None
-        own = await self._own() if self.quarantine.over_disk else None
-        rewound = self.quarantine.goes_before(None if own is None else own.named)
-        try:
-            disk = await in_thread(lambda: disk_of(args), DISK_TIMEOUT_SECONDS)
-        except (asyncio.TimeoutError, OSError, ValueError):
-            return None
-        view = RankView(decision.iteration, disk, rewound=rewound)
-        return None if disk.asked else choose_start([view])
-
     async def _begun_from(self, decision: Decision) -> Quarantine:
         """The quarantine with what of the framework's own this incarnation gives up.
 
@@ -167,6 +146,11 @@ class QuarantinePolicy:
         self._coordinator.observers.emit("rewind", text, before=before)
         return text
 
+    async def newest_saved(self) -> int:
+        """The newest iteration that the framework has saved itself; -1 for none, or if unknown."""
+        own = await self._own()
+        return -1 if own is None else own.iteration
+
     async def _own(self) -> OwnCheckpoint | None:
         """The newest that the framework has saved itself, None where that is not known."""
         directory = self._directory
@@ -193,9 +177,13 @@ class QuarantinePolicy:
             self._coordinator.repairs.lost.discard((body.shard_id, body.snapshot))
 
     def _remember(self, quarantine: Quarantine) -> None:
-        """Put a quarantine in force; if its note fails, a job that runs from memory continues."""
-        if reason := self._state.remember(quarantine=quarantine):
-            self._coordinator.observers.emit("notes_unwritten", reason)
+        """Put a quarantine in force, unless its note fails: that is an event."""
+        try:
+            self._state.update(quarantine=quarantine)
+        except StaleIncarnationError:
+            raise
+        except ControlPlaneError as error:
+            self._coordinator.observers.emit("notes_unwritten", str(error))
 
 
 def reason_against_own(quarantine: Quarantine, checkpoint: Path | None) -> str:
@@ -210,29 +198,3 @@ def reason_against_own(quarantine: Quarantine, checkpoint: Path | None) -> str:
 def memory_goes_first(quarantine: Quarantine, directory: Path) -> bool:
     """True if memory goes before a newer checkpoint of the framework's own in ``directory``."""
     return quarantine.goes_before(naming(directory))
-
-
-async def newest_saved(directory: Path | None, command: Sequence[str]) -> int:
-    """The newest iteration that the framework has saved itself; -1 for none, or if unknown.
-
-    It saves in ``directory``, or where the ``command`` loads from.
-    """
-    load = _arguments(command).load
-    folder = directory or (None if load is None else Path(load))
-    try:
-        return await in_thread(lambda: newest_iteration(folder), DISK_TIMEOUT_SECONDS)
-    except (asyncio.TimeoutError, OSError):
-        return -1
-
-
-def _arguments(command: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--load")
-    parser.add_argument("--pretrained-checkpoint")
-    parser.add_argument("--finetune", action="store_true")
-    parser.add_argument("--ckpt-step", type=int)
-    parser.add_argument("--override-ckpt-iteration", type=int)
-    try:
-        return parser.parse_known_args(list(command))[0]
-    except argparse.ArgumentError:
-        return argparse.Namespace(load=None)

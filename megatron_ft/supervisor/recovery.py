@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_ft.checkpoint.decide import Decision, decide
 from megatron_ft.checkpoint.drained import Choice
@@ -24,8 +24,7 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.disk_restore import DiskRestores, DiskSource, lineage_before
 from megatron_ft.supervisor.encoder_world import WorldKeeper
-from megatron_ft.supervisor.failures import RestartBudget
-from megatron_ft.supervisor.job_state import JobState, command_digest
+from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Inventories, Membership
 from megatron_ft.supervisor.orders import (
     create_requests,
@@ -52,8 +51,7 @@ class RebuildError(MegatronFTError):
 class RestorePlan:
     """A decision, where shards live now, and the new lineage.
 
-    ``disk`` is set where the snapshot comes from a drained checkpoint.  ``framework_loads`` says
-    that trainers load a checkpoint of the framework's own instead; memory keeps what it has.
+    ``disk`` is set where the snapshot comes from a drained checkpoint.
     """
 
     decision: Decision
@@ -63,7 +61,6 @@ class RestorePlan:
     lineage: tuple[Ancestor, ...]
     slot_count: int
     disk: DiskSource | None = None
-    framework_loads: bool = False
 
     def adoption(self, node: str) -> m.Adopt:
         """Request by which ``node`` keeps its shards, or nothing if nothing is restored."""
@@ -85,15 +82,15 @@ class RestorePlan:
     def describe(self) -> tuple[str, str]:
         """The restore as a sentence, and in a word where the bytes come from."""
         start = f"restoring iteration {self.decision.iteration}"
-        if self.disk is not None:
-            shards, folder = self.disk.shards, self.disk.folder
-            names = ", ".join(shards) if len(shards) <= 4 else f"{len(shards)} shards"
-            rest = "" if self.disk.fresh else ", the rest from own memory"
-            return f"{start}: {names} from disk ({folder}){rest}", "disk"
-        if self.lost():
-            names = ", ".join(self.lost())
-            return f"{start}: {names} from parity, the rest from own memory", "parity"
-        return f"{start} from own memory", "own memory"
+        if self.disk is None and not self.lost():
+            return f"{start} from own memory", "own memory"
+        shards, source = (
+            (self.lost(), "parity") if self.disk is None else (self.disk.shards, "disk")
+        )
+        names = ", ".join(shards) if len(shards) <= 4 else f"{len(shards)} shards"
+        folder = "" if self.disk is None else f" ({self.disk.folder})"
+        rest = "" if self.disk is not None and self.disk.fresh else ", the rest from own memory"
+        return f"{start}: {names} from {source}{folder}{rest}", source
 
 
 class Recovery:
@@ -113,7 +110,7 @@ class Recovery:
         self._coordinator, self._members, self._world = coordinator, members, world
         self._disk, self._quarantine = disk, quarantine
 
-    async def run(self, budget: RestartBudget, reached: int) -> RestorePlan:
+    async def run(self, reached: int) -> RestorePlan:
         """Recover the job into a new incarnation; the plan that was carried out.
 
         ``reached`` is the last iteration before the failure, -1 if none is known.  NoSpareError
@@ -124,12 +121,9 @@ class Recovery:
         """
         admitted = await self._members.admit_all()
         self._quarantine.admitted()
-        self._set_suspect_aside(budget, admitted)
         self._members.replace_lost(admitted)
         plan = await self._choose(admitted, reached)
         await self.carry_out(plan, admitted)
-        if plan.framework_loads:
-            self._coordinator.resumed_from = -1
         await self._quarantine.begin(plan.decision, plan.lineage, self._members.ranks)
         return plan
 
@@ -158,20 +152,6 @@ class Recovery:
         """
         await self._members.while_all_answer(self._carry_out(plan, tuple(admitted)))
 
-    def _set_suspect_aside(self, budget: RestartBudget, admitted: Inventories) -> None:
-        """Have a spare take the place of the node that a repeated failure implicates.
-
-        Not where memory could serve less without that node.
-        """
-        node, members = budget.suspect, self._members
-        spares, lost = members.free_spares(), members.lost(admitted)
-        if node not in members.active or len(spares) <= len(lost):
-            return
-        others = {name: one for name, one in admitted.items() if name != node}
-        without = self.memory(others)
-        if without.iteration >= self.memory(admitted).iteration:
-            members.suspect(node, budget.failures[-1].text)
-
     async def _choose(self, admitted: Inventories, reached: int) -> RestorePlan:
         """Decide between memory, a drained checkpoint and the framework's own; note the decision.
 
@@ -183,7 +163,6 @@ class Recovery:
         self._state.update(
             incarnation=coordinator.incarnation,
             active=tuple(members.active),
-            command_digest=command_digest(spec.command),
         )
         choice = await self._disk.look(memory, self._state.record)
         decision, source, lineage = self._settle(memory, choice)
@@ -197,13 +176,8 @@ class Recovery:
             slot_count=spec.settings.slots,
             disk=source,
         )
-        start = await self._quarantine.foresee(spec.command, decision)
-        if start is None or start.from_memory:
-            self._emit_restoring(plan, memory, choice, reached)
-            return plan
-        text = f"starting from disk: {start.reason}; iteration {decision.iteration} is kept"
-        coordinator.observers.emit("from_disk", text)
-        return replace(plan, framework_loads=True)
+        self._emit_restoring(plan, memory, choice, reached)
+        return plan
 
     def _settle(
         self, memory: Decision, choice: Choice
@@ -236,8 +210,7 @@ class Recovery:
             # Not from scratch either: what the folder names is what the framework would load.
             raise UnrecoverableError(
                 f"no snapshot can be served: {reason}. {checkpoint} cannot either: {unwanted}. "
-                f"Name what is to be loaded, that one or an older one, in {TRACKER} (DeepSpeed: "
-                f"{LATEST}) of its folder anew"
+                f"Name anew what is to be loaded in {TRACKER} (DeepSpeed: {LATEST}) of its folder"
             )
         if checkpoint is not None:
             # A job that has shrunk has no shards in its notes any more.
@@ -319,21 +292,16 @@ def check_memory(spec: JobSpec, scheme: str, memory: Decision) -> None:
     """
     if memory.snapshot is None:
         return
-    slots = {len(holding.arena.slots) for holding in memory.holdings.values()}
-    wanted = spec.settings.slots
-    if scheme and scheme != str(spec.scheme):
-        flag, kept, asked = "protect", scheme, str(spec.scheme)
-    elif slots != {wanted}:
-        flag, kept, asked = "slots", str(max(slots - {wanted})), str(wanted)
-    else:
-        return
-    job = spec.name
-    raise ConfigError(
-        f"job {job!r} keeps its snapshots in memory with --{flag} {kept}; you asked for {asked}. "
-        f"Run it again with --{flag} {kept}. To change it, write the snapshot to disk, "
-        f"`megatron-ft drain --job {job} --to DIR`, and start a job of another name from there: "
-        f"`megatron-ft run --job NAME --{flag} {asked} --restore-from DIR ...`"
-    )
+    slots = max(len(holding.arena.slots) for holding in memory.holdings.values())
+    protect, wanted = str(spec.scheme), spec.settings.slots
+    for flag, kept, asked in (("protect", scheme or protect, protect), ("slots", slots, wanted)):
+        if kept != asked:
+            raise ConfigError(
+                f"job {spec.name!r} keeps its snapshots in memory with --{flag} {kept}; you asked "
+                f"for {asked}. Run it again with --{flag} {kept}; or write the snapshot to disk, "
+                f"`megatron-ft drain --job {spec.name} --to DIR`, and start a job of another name "
+                "from there, with --restore-from DIR"
+            )
 
 
 async def make_arenas(
@@ -361,6 +329,10 @@ async def rebuild(coordinator: Coordinator, plan: RestorePlan, snapshot: Snapsho
     missing = set(plan.lost())
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    def fail(error: RebuildError) -> None:
+        if not done.done():
+            done.set_exception(error)
+
     def on_event(event: m.NodeEvent) -> None:
         body = event.body
         # Late events of the encoders before these say nothing of them.
@@ -369,11 +341,12 @@ async def rebuild(coordinator: Coordinator, plan: RestorePlan, snapshot: Snapsho
             missing.discard(body.shard_id)
             if not missing and not done.done():
                 done.set_result(None)
-        elif isinstance(body, m.OrderFailed) and body.world == world and not done.done():
-            done.set_exception(RebuildError(body.reason, body.corrupt))
+        elif isinstance(body, m.OrderFailed) and body.world == world:
+            fail(RebuildError(body.reason, body.corrupt))
         elif isinstance(body, m.WriterGone) and (body.role, body.who) == ("encoder", world):
             reason = f"the encoder on {event.node} died while rebuilding"
-            asyncio.get_running_loop().call_later(1.0, _fail, done, reason)
+            # Unless an encoder's own account of the error comes first.
+            asyncio.get_running_loop().call_later(1.0, fail, RebuildError(reason))
 
     orders = stripe_orders(plan.decision.stripes, plan.places, plan.active, plan.decision.lost)
     parts = orders_by_node(orders, plan.places)
@@ -392,9 +365,3 @@ async def rebuild(coordinator: Coordinator, plan: RestorePlan, snapshot: Snapsho
         raise RebuildError(f"no end of the rebuild of {', '.join(sorted(missing))}") from error
     finally:
         coordinator.listeners.remove(on_event)
-
-
-def _fail(done: asyncio.Future[None], reason: str) -> None:
-    """Fail the rebuild, unless an encoder's own account of the error came first."""
-    if not done.done():
-        done.set_exception(RebuildError(reason))

@@ -21,16 +21,19 @@ from megatron_ft.core.identity import RankRule, ShardPlacement
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import Domains, RankPlace, domain_of, plan_stripes
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.orders import Sizes
+
+OTHER_SHAPE = (
+    "Run with the shape of the snapshots; or write a checkpoint of the framework, `megatron-ft "
+    "export --to DIR`, and start a job of another --job name with --load DIR"
+)
+"""Advice to a user whose command has another parallel shape than the job's snapshots."""
 
 
 @dataclass
 class Registration:
     """Ranks that have said hello, and those that have brought a layout, in this incarnation.
 
-    ``known`` are the shards of the snapshot that is restored, empty if none is; ``stranger`` is
-    one that a rank brings and that is not among them.  ``unfit`` is the last word of a rank that
-    cannot use its snapshot with this command.
+    ``unfit`` is the last word of a rank that cannot use its snapshot with this command.
     """
 
     world_size: int
@@ -38,17 +41,12 @@ class Registration:
     hellos: dict[str, tuple[str, m.Hello]] = field(default_factory=dict)
     layouts: dict[str, m.Prepare] = field(default_factory=dict)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
-    known: frozenset[str] = frozenset()
-    stranger: str = ""
     unfit: m.Unfit | None = None
 
     def on_event(self, event: m.NodeEvent) -> None:
         """Record a registration event."""
         if isinstance(event.body, m.Hello):
             self.hellos[event.body.shard_id] = (event.node, event.body)
-            if self.known and event.body.shard_id not in self.known:
-                self.stranger = event.body.shard_id
-                self.complete.set()
         elif isinstance(event.body, m.Prepare):
             self.layouts[event.body.shard_id] = event.body
         elif isinstance(event.body, m.Unfit):
@@ -63,14 +61,6 @@ class Registration:
         except asyncio.TimeoutError as error:
             text = self._describe_missing(timeout)
             raise RegistrationError(text, not self.hellos) from error
-
-    def check_shards(self, job: str) -> None:
-        """LayoutMismatchError if a rank brings a shard that the job's snapshots do not have."""
-        if self.stranger:
-            raise LayoutMismatchError(
-                f"the snapshots of job {job!r} have no shard {self.stranger}, which a rank brings: "
-                f"they were taken with another parallel shape. {other_shape(job)}"
-            )
 
     def check_fit(self) -> None:
         """The rank's error if it is unfit: the same command would fail in the same way."""
@@ -117,20 +107,19 @@ class Registration:
         return rule
 
     def stripes(
-        self, stored: Sequence[StripeState], scheme: Scheme, sizes: Sizes
+        self, stored: Sequence[StripeState], scheme: Scheme, block_bytes: int
     ) -> tuple[StripeState, ...]:
         """The stripes of this incarnation: the ``stored`` ones if there are, else planned anew.
 
         LayoutMismatchError if the shards no longer fit the stored ones.
         """
         if not stored:
-            return new_stripes(self._rank_places(), scheme, sizes)
+            return new_stripes(self._rank_places(), scheme, block_bytes)
         room = {shard: stripe.data_bytes for stripe in stored for shard in stripe.members}
         if room.keys() != self.layouts.keys():
             raise LayoutMismatchError(
                 f"the job's snapshots hold shards {sorted(room)}, the trainers bring "
-                f"{sorted(self.layouts)}: run with the parallel shape of the snapshots, or under "
-                "another --job name"
+                f"{sorted(self.layouts)}: another parallel shape. {OTHER_SHAPE}"
             )
         for shard_id, prepare in self.layouts.items():
             if prepare.required_bytes > room[shard_id]:
@@ -156,21 +145,18 @@ class Registration:
         ]
 
     def _describe_missing(self, timeout: float) -> str:
-        if self.hellos:
-            return (
-                f"ranks {self.missing_ranks()} have not registered within {timeout:.0f} s; see "
-                "their logs. If they only need longer to start, give --register-timeout-seconds"
+        text = f"ranks {self.missing_ranks()} have not registered within {timeout:.0f} s"
+        if not self.hellos:
+            text = (
+                f"no rank has registered within {timeout:.0f} s; does the command take snapshots? "
+                'Megatron does with --inmem-snapshot, DeepSpeed with "inmem_snapshot" in its JSON, '
+                "a loop of your own with a SnapshotManager"
             )
-        return (
-            f"no rank has registered within {timeout:.0f} s; does the command take snapshots? "
-            'Megatron does with --inmem-snapshot, DeepSpeed with "inmem_snapshot" in its JSON, a '
-            "loop of your own with a SnapshotManager. If the ranks only need longer to start, give "
-            "--register-timeout-seconds"
-        )
+        return f"{text}. If they only need longer to start, give --register-timeout-seconds"
 
 
 def new_stripes(
-    places: Sequence[RankPlace], scheme: Scheme, sizes: Sizes
+    places: Sequence[RankPlace], scheme: Scheme, block_bytes: int
 ) -> tuple[StripeState, ...]:
     """Stripes planned for ranks that have no arenas yet; ProtectionError as plan_stripes says."""
     return tuple(
@@ -180,18 +166,7 @@ def new_stripes(
             p.parity_members,
             p.data_bytes,
             p.members,
-            sizes.block_bytes,
-            sizes.digest_algorithm,
+            block_bytes,
         )
-        for p in plan_stripes(places, scheme, block_bytes=sizes.block_bytes)
-    )
-
-
-def other_shape(job: str) -> str:
-    """Advice to a user whose command has another parallel shape than the job's snapshots."""
-    return (
-        "Run it with the old shape. To change the shape, write a checkpoint of the framework, "
-        f"`megatron-ft export --job {job} --to DIR`, and start a job of another name from it: "
-        "`megatron-ft run --job NAME ...` with --load DIR in Megatron's flags, or "
-        "load_checkpoint(DIR) with DeepSpeed"
+        for p in plan_stripes(places, scheme, block_bytes=block_bytes)
     )

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
 
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.connections import Connections
 
 REPAIR_TIMEOUT_SECONDS = 60.0
 MOST_ATTEMPTS = 3
@@ -22,27 +21,10 @@ MOST_ATTEMPTS = 3
 Key = tuple[str, SnapshotId]
 
 
-class Control(Protocol):
-    """Part of the coordinator that a repair uses."""
-
-    incarnation: int
-    observers: Observers
-
-    @property
-    def usable_world(self) -> str:
-        """The encoder world that is up, or empty."""
-
-    async def ask_all(self, requests: Mapping[str, m.Message]) -> dict[str, object]:
-        """Each node's answer; a refusal is raised."""
-
-    def end_world(self, world: str, reason: str) -> None:
-        """Give an encoder world up; another follows."""
-
-
 class Repairs:
     """Damage by shard and snapshot.  ``found`` and ``repaired`` count blocks over the whole job."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Connections) -> None:
         self.found = self.repaired = 0
         self.lost: set[Key] = set()
         """Shards that count as lost for a snapshot: damaged, and not repaired (yet)."""
@@ -80,23 +62,17 @@ class Repairs:
         """True if there is something to repair and encoders to do it."""
         return bool(self._open) and bool(self._control.usable_world)
 
-    @property
-    def open(self) -> int:
-        """Shards with damage that may still be repaired."""
-        return len(self._open)
-
     async def work(self, stripes: Sequence[m.StripeOrder], places: Mapping[str, str]) -> None:
         """Repair one damaged shard; ``stripes`` are the orders of all stripes with parity."""
-        key = next(iter(self._open))
-        damage = self._open.pop(key)
+        damage = self._open.pop(next(iter(self._open)))
         stripe = next((s for s in stripes if damage.shard_id in s.members), None)
-        if stripe is None:
-            self._give_up(damage, "there is no parity")
-            return
-        reason = await self._repair(damage, stripe, places)
-        self._waiting = None
+        reason = "there is no parity"
+        if stripe is not None:
+            reason = await self._repair(damage, stripe, places)
+            self._waiting = None
         if reason:
-            self._give_up(damage, reason)
+            text = f"stays damaged: {reason}; it counts as lost, and the next recovery rebuilds it "
+            self._emit("not_repaired", damage, f"{text}or takes an older snapshot")
 
     def _damaged(self, damage: m.BadBlocks) -> None:
         key = damage.shard_id, damage.snapshot
@@ -109,13 +85,8 @@ class Repairs:
         self.lost.add(key)
         self._open[key] = damage
         self._attempts[key] = attempts + 1
-        self._control.observers.emit(
-            "corrupt",
-            f"{count} blocks of {damage.shard_id} in snapshot {damage.snapshot} fail their "
-            "digests; the shard counts as lost until they are repaired",
-            shard=damage.shard_id,
-            blocks=count,
-        )
+        text = f"has {count} blocks that fail their digests; it counts as lost until they are"
+        self._emit("corrupt", damage, f"{text} repaired", blocks=count)
 
     async def _repair(
         self, damage: m.BadBlocks, stripe: m.StripeOrder, places: Mapping[str, str]
@@ -136,20 +107,15 @@ class Repairs:
         try:
             await control.ask_all({places[shard]: request for shard in stripe.members})
             answer = await asyncio.wait_for(answered, REPAIR_TIMEOUT_SECONDS)
-        except asyncio.TimeoutError:
-            self._end_world(request, "did not end")
-            return f"the encoders did not answer in {REPAIR_TIMEOUT_SECONDS:.0f} s"
-        except MegatronFTError as error:
+        except (asyncio.TimeoutError, MegatronFTError) as error:
+            reason = str(error) or f"no answer of the encoders in {REPAIR_TIMEOUT_SECONDS:.0f} s"
             # Some of the encoders may wait for the others now.
-            self._end_world(request, "was refused")
-            return str(error)
+            if control.usable_world == request.world:
+                control.end_world(request.world, f"the repair of {damage.shard_id}: {reason}")
+            return reason
         if not isinstance(answer, m.Repaired):
             return getattr(answer, "reason", "an encoder died")
         return self._repaired(damage, answer)
-
-    def _end_world(self, request: m.Repair, how: str) -> None:
-        if self._control.usable_world == request.world:
-            self._control.end_world(request.world, f"the repair of {request.shard_id} {how}")
 
     @staticmethod
     def _ends(body: object, request: m.Repair) -> bool:
@@ -161,10 +127,8 @@ class Repairs:
             return (body.shard_id, body.snapshot) == _key(request)
         if isinstance(body, m.OrderFailed):
             return (body.snapshot, body.world) == (request.snapshot, request.world)
-        return isinstance(body, m.WriterGone) and (body.role, body.who) == (
-            "encoder",
-            request.world,
-        )
+        encoder = "encoder", request.world
+        return isinstance(body, m.WriterGone) and (body.role, body.who) == encoder
 
     def _repaired(self, damage: m.BadBlocks, answer: m.Repaired) -> str:
         self.repaired += answer.blocks
@@ -173,22 +137,13 @@ class Repairs:
         if damage.more:
             return f"{answer.blocks} blocks were repaired, and {damage.more} are left to be listed"
         self.lost.discard((damage.shard_id, damage.snapshot))
-        self._control.observers.emit(
-            "repaired",
-            f"{answer.blocks} blocks of {damage.shard_id} in snapshot {damage.snapshot} were "
-            "repaired from parity",
-            shard=damage.shard_id,
-            blocks=answer.blocks,
-        )
+        text = f"has {answer.blocks} blocks repaired from parity"
+        self._emit("repaired", damage, text, blocks=answer.blocks)
         return ""
 
-    def _give_up(self, damage: m.BadBlocks, reason: str) -> None:
-        self._control.observers.emit(
-            "not_repaired",
-            f"{damage.shard_id} in snapshot {damage.snapshot} stays damaged: {reason}; it counts "
-            "as lost, and the next recovery rebuilds it or takes an older snapshot",
-            shard=damage.shard_id,
-        )
+    def _emit(self, kind: str, damage: m.BadBlocks, text: str, **fields: int) -> None:
+        text = f"{damage.shard_id} in snapshot {damage.snapshot} {text}"
+        self._control.observers.emit(kind, text, shard=damage.shard_id, **fields)
 
 
 def _key(request: m.Repair) -> Key:

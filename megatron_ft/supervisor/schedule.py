@@ -103,14 +103,6 @@ SAMPLES = 5
 """Costs that are remembered: three cheap ones of them make the interval shorter again."""
 
 
-def mean_time_between_failures(expected: float, running: float, failures: int) -> float:
-    """Seconds between failures of a job that has run for some time and failed so often.
-
-    What was ``expected`` before counts like one failure seen.
-    """
-    return (expected + running) / (failures + 1)
-
-
 def best_seconds(cost: float, budget: float, mtbf: float) -> float:
     """Seconds between snapshots of ``cost`` seconds: Young's, unless ``budget`` needs more.
 
@@ -173,13 +165,10 @@ class Pacing:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``budget`` is the share of training time that snapshots may take; MTBF in seconds."""
-        self._expected_mtbf = expected_mtbf
-        self._governor = IntervalGovernor(budget)
-        self._observers, self._clock = observers, clock
-        self._since = clock()
-        self._failures = 0
+        self._expected_mtbf, self._governor = expected_mtbf, IntervalGovernor(budget)
+        self._observers, self._clock, self._since = observers, clock, clock()
+        self._failures = self._emitted = 0
         self._schedule: Schedule | None = None
-        self._emitted = 0
 
     def begin(self, interval: int, first: int) -> Schedule:
         """The schedule of an incarnation that starts from iteration ``first``.
@@ -196,23 +185,18 @@ class Pacing:
 
     def on_event(self, event: m.NodeEvent) -> None:
         """A listener of the coordinator: takes what captures have cost."""
-        body, schedule = event.body, self._schedule
+        body, schedule, governor = event.body, self._schedule, self._governor
         if schedule is None or schedule.fixed or not isinstance(body, m.CaptureCost):
             return
         cost = body.stall_seconds + body.shadow_seconds
+        # What was expected before counts like one failure seen.
         running = self._clock() - self._since
-        mtbf = mean_time_between_failures(self._expected_mtbf, running, self._failures)
-        self._governor.record(body.snapshot, cost, body.iteration_seconds, mtbf)
-        schedule.interval = self._governor.iterations
-        self._emit(mtbf)
-
-    def _emit(self, mtbf: float) -> None:
-        now = self._governor.iterations
-        if self._emitted and max(now, self._emitted) < WORTH_SAYING * min(now, self._emitted):
-            return
-        self._emitted = now
-        text = (
-            f"a snapshot every {now} iterations: {self._governor.overhead:.2%} of training time, "
-            f"{mtbf / 3600:.3g} h between failures"
-        )
-        self._observers.emit("interval", text, iterations=now, overhead=self._governor.overhead)
+        mtbf = (self._expected_mtbf + running) / (self._failures + 1)
+        governor.record(body.snapshot, cost, body.iteration_seconds, mtbf)
+        now, before = governor.iterations, self._emitted
+        schedule.interval = now
+        if not before or max(now, before) >= WORTH_SAYING * min(now, before):
+            self._emitted = now
+            text = f"a snapshot every {now} iterations: {governor.overhead:.2%} of training time, "
+            text += f"{mtbf / 3600:.3g} h between failures"
+            self._observers.emit("interval", text, iterations=now, overhead=governor.overhead)

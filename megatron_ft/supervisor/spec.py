@@ -1,7 +1,4 @@
-"""The job that ``megatron-ft run`` is asked for, and what it needs of this machine.
-
-Both are checked before anything is started.
-"""
+"""The job that ``megatron-ft run`` is asked for, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -11,13 +8,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.core.errors import ConfigError, MissingEnvironmentError, ProtectionError
+from megatron_ft.core.errors import ConfigError, ProtectionError
 from megatron_ft.core.identity import SHRINK
 from megatron_ft.core.scheme import Scheme, largest_scheme
 from megatron_ft.erasure.stripes import Domains
 from megatron_ft.supervisor.failures import RestartBudget
-from megatron_ft.supervisor.orders import Sizes, Timing
+from megatron_ft.supervisor.orders import Timing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +28,7 @@ class JobSpec:
     ``restore_from`` is a drained checkpoint, perhaps another job's, to start from then.
     ``environment`` is for trainers, beside the variables of the settings.
     ``domains`` is the failure domain of each node; a node that is not named is one of its own.
-    Spares import ``warm_modules`` while they wait.  ``budget`` is how often training may be
+    ``budget`` is how often training may be
     started again without progress, and how long is waited before.  ``place_seconds`` is when the
     place itself ends the job (0: never).  ``own_timing`` replaces, for tests, the waits that
     follow from the setting ``lease_seconds``.
@@ -45,13 +43,12 @@ class JobSpec:
     ranks_per_node: int = 1
     trainer_per_node: bool = False
     settings: SnapshotConfig = field(default_factory=SnapshotConfig)
-    sizes: Sizes = field(default_factory=Sizes)
+    block_bytes: int = BLOCK_BYTES
     from_scratch: bool = False
     restore_from: Path | None = None
     log_dir: Path = Path("megatron-ft-logs")
     environment: Mapping[str, str] = field(default_factory=dict)
     domains: Domains = field(default_factory=dict)
-    warm_modules: tuple[str, ...] = ()
     budget: RestartBudget = field(default_factory=RestartBudget)
     place_seconds: float = 0.0
     own_timing: Timing | None = None
@@ -110,29 +107,16 @@ class JobSpec:
         return {**self.settings.job_variables(), **self.environment}
 
 
-_ALWAYS, _A_NODE, _A_PROCESS = 48, 5, 3
-"""Descriptors, some more than a supervisor opened: 20, 4 for a node's SMP, 2 for a trainer."""
+MOST_OPEN_FILES = 1 << 16
+"""A supervisor of 2,048 nodes with 8 ranks each opens fewer: 5 for a node, 3 for a trainer."""
 
 
-def open_files_needed(spec: JobSpec) -> int:
-    """Descriptors that the supervisor of a job opens at most; no other process needs more."""
-    trainers = spec.nodes * (1 if spec.trainer_per_node else spec.ranks_per_node)
-    return _ALWAYS + _A_NODE * (spec.nodes + spec.spares) + _A_PROCESS * trainers
+def raise_open_files() -> None:
+    """Raise this process's limit of open files, which its children inherit, as far as it may be.
 
-
-def raise_open_files(count: int) -> None:
-    """Raise this process's limit, which its children inherit, to ``count`` if it is lower.
-
-    MissingEnvironmentError if it may not be raised that far.
+    Not beyond MOST_OPEN_FILES: some programs close every number up to the limit at their start.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= count:
-        return
-    if hard != resource.RLIM_INFINITY and hard < count:
-        raise MissingEnvironmentError(
-            f"this job needs {count} open files a process, and the limit is {hard} (`ulimit -n`): "
-            f"raise the hard limit (`ulimit -Hn {count}` as root, nofile in "
-            "/etc/security/limits.conf, LimitNOFILE of a service, --ulimit of a container), or "
-            "take fewer nodes or ranks"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+    wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

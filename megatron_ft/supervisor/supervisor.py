@@ -23,8 +23,8 @@ from megatron_ft.core.errors import (
     RestartBudgetError,
     StaleIncarnationError,
 )
-from megatron_ft.core.process_tools import in_thread
-from megatron_ft.launchers.launcher import HostSource, Launcher
+from megatron_ft.launchers.launcher import Launcher
+from megatron_ft.launchers.slurm.allocation import ReplacementHosts
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor.coordinator import Coordinator
@@ -33,22 +33,18 @@ from megatron_ft.supervisor.drains import Drains, noted_places
 from megatron_ft.supervisor.emergency_drain import EmergencyDrain
 from megatron_ft.supervisor.encoder_world import EncoderWorld, WorldKeeper
 from megatron_ft.supervisor.events import JobEvent, Observers
-from megatron_ft.supervisor.failures import NODE_LOST, Failure, OomKills
+from megatron_ft.supervisor.failures import NODE_LOST, Failure
 from megatron_ft.supervisor.incarnation import Incarnation
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership, NoSpareError
-from megatron_ft.supervisor.processes import TrainerFleet, WarmSpares
-from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy, newest_saved
+from megatron_ft.supervisor.processes import TrainerFleet
+from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
 from megatron_ft.supervisor.recovery import RebuildError, Recovery
 from megatron_ft.supervisor.schedule import Pacing
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.watch import JobWatch
 
 HOST_POLL_SECONDS = 1.0
-NOTES_SECONDS = 2.0
-"""Interval at which a supervisor checks that its notes are still there."""
-NOTES_TIMEOUT_SECONDS = 10.0
-"""Longest wait for the file system that holds them."""
 
 
 class Supervisor:
@@ -63,12 +59,11 @@ class Supervisor:
         spec: JobSpec,
         launcher: Launcher,
         state: JobState,
-        hosts: HostSource | None = None,
+        hosts: ReplacementHosts | None = None,
     ) -> None:
         self.spec, self.state, self.observers = spec, state, Observers()
         self._launcher, self._hosts = launcher, hosts
         self.trainers = TrainerFleet(launcher, spec)
-        self.warm_spares = WarmSpares(launcher, spec)
         encoders = EncoderWorld(launcher, spec)
         self.coordinator = Coordinator(
             JobKeys.derive(state.record.secret),
@@ -107,10 +102,8 @@ class Supervisor:
         )
         self.coordinator.listeners.append(self._pacing.on_event)
         self._watch = JobWatch(self.coordinator, spec.settings, spec.log_dir)
-        self._oom = OomKills()
         self.observers.add(self._note_first_commit)
-        self._oom.report_to(self.observers)
-        self._reached, self._registered, self._budget = -1, False, spec.budget
+        self._reached, self._budget = -1, spec.budget
 
     async def run(self) -> None:
         """Return when the training command has ended well on every rank.
@@ -125,9 +118,8 @@ class Supervisor:
             await asyncio.to_thread(starter.check, self.spec.nodes)
             if starter.over_tcp:
                 self.observers.emit("transport", starter.describe())
-        saved = await newest_saved(self.spec.checkpoint_dir, self.spec.command)
+        saved = await self._quarantine.newest_saved()
         self._budget = replace(self._budget, highest_saved=saved)
-        keeping = asyncio.create_task(self._keep_notes())
         try:
             while (failure := await self._run_incarnation()) is not None:
                 await self.drains.abandon()
@@ -138,10 +130,8 @@ class Supervisor:
             await self._emergency.without_trainers()
             raise
         finally:
-            keeping.cancel()
             await self.drains.abandon()
             self.world.stop()
-            self.warm_spares.end()
             await self.trainers.kill_all()
             await self.coordinator.close()
 
@@ -169,7 +159,7 @@ class Supervisor:
             raise
         except RegistrationError as error:
             self.observers.emit("interrupted", str(error))
-            never = error.none and not self._registered and not self.state.record.shards
+            never = error.none and not self.state.record.shards
             return Failure(str(error), "ranks did not register", training=True, final=never)
         except ControlPlaneError as error:
             self.observers.emit("interrupted", str(error))
@@ -185,7 +175,7 @@ class Supervisor:
 
     async def _recover_and_train(self) -> Failure | None:
         try:
-            plan = await self._recovery.run(self._budget, self._reached)
+            plan = await self._recovery.run(self._reached)
         except NoSpareError as error:
             await self._emergency.run(error.admitted)
             if await self._emergency.shrink(error.admitted):
@@ -194,7 +184,6 @@ class Supervisor:
         incarnation = Incarnation(
             plan=plan,
             reached=self._reached,
-            seen=self._registered,
             spec=self.spec,
             launcher=self._launcher,
             state=self.state,
@@ -205,14 +194,9 @@ class Supervisor:
             quarantine=self._quarantine,
             pacing=self._pacing,
             drains=self.drains,
-            warm_spares=self.warm_spares,
             watch=self._watch,
-            oom=self._oom,
         )
-        try:
-            return await incarnation.run()
-        finally:
-            self._registered |= bool(incarnation.registration.hellos)
+        return await incarnation.run()
 
     async def _hold_for_hosts(self, missing: int) -> bool:
         """Wait for ``missing`` hosts; whether all have come.  SMPs and memory stay meanwhile.
@@ -250,14 +234,12 @@ class Supervisor:
         self._pacing.failed()
         if failure.training and (quiet := await self.coordinator.quiet_nodes()):
             failure = Failure(failure.text, NODE_LOST, quiet[0])
-        if failure.training and await self._quarantine.training_failed():
-            self._budget = self._budget.from_other_start()
+        if failure.training:
+            await self._quarantine.training_failed()
         committed = self.coordinator.committed
         iteration = -1 if committed is None else committed[1]
-        saved = await newest_saved(self.spec.checkpoint_dir, self.spec.command)
-        spare = bool(self.members.free_spares())
-        self._budget = self._budget.answered(self.members.left)
-        self._budget = self._budget.after(failure, iteration, saved=saved, spare=spare)
+        saved = await self._quarantine.newest_saved()
+        self._budget = self._budget.after(failure, iteration, saved=saved)
         if self._budget.delay_seconds:
             delay = self._budget.delay_seconds
             self.observers.emit("backoff", f"waiting {delay:g} s before the next start")
@@ -279,28 +261,6 @@ class Supervisor:
         else:
             if older > record.incarnation:
                 self.state.update(incarnation=older)
-
-    async def _keep_notes(self) -> None:
-        """Write the job's notes again if they were removed: without them memory has no key."""
-        last = ""
-        while True:
-            await asyncio.sleep(NOTES_SECONDS)
-            try:
-                # Beside the event loop, which renews leases: a network file system may hang.
-                missing = await in_thread(self.state.is_missing, NOTES_TIMEOUT_SECONDS)
-                text = f"{self.state.folder} was removed; its notes were written again"
-                text = text if missing and self.state.restore() else ""
-            except StaleIncarnationError as error:
-                # Repeated every time: a recovery that begins meanwhile clears the signal.
-                text = f"the job's notes: {error}"
-                self.coordinator.supersede(str(error))
-            except (ControlPlaneError, OSError) as error:
-                text = f"the job's notes: {error}"
-            except asyncio.TimeoutError:
-                text = f"{self.state.folder} does not answer"
-            if text and text != last:
-                self.observers.emit("notes_removed", text)
-            last = text
 
     async def _retire(self) -> None:
         """Free the memory of a finished job.  A node that does not answer spoils nothing."""

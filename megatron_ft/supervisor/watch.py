@@ -2,7 +2,7 @@
 
 A rank hangs when it makes no progress for longer than it ever did before; how long that is
 is learned from silences that ended by themselves.  The rank that a stuck job waits for is decided
-from marks, states and stacks; stacks are what faulthandler wrote.
+from marks, states and stacks, which faulthandler writes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.heartbeat_page import TrainerPhase
 from megatron_ft.smp.heartbeats import STACK_SECONDS
@@ -30,131 +29,41 @@ from megatron_ft.trainer.heartbeats import FIRST_ITERATIONS
 log = logging.getLogger(__name__)
 
 
-class JobWatch:
-    """Watches one job over all its incarnations; what it finds is an event for the observers.
-
-    ``clock`` measures recoveries.  With ``on_hang`` "report" a hang ends no incarnation.
-    """
-
-    def __init__(self, coordinator: Coordinator, settings: SnapshotConfig, log_dir: Path) -> None:
-        self.clock = RecoveryClock()
-        self._coordinator, self._ranks, self._on_hang = coordinator, 0, settings.on_hang
-        hang = HangSettings(
-            settings.hang_seconds, settings.hang_factor, first=settings.register_timeout_seconds
-        )
-        self._hangs = HangFinder(coordinator, hang, log_dir)
-        self._stragglers = StragglerFinder(settings.straggler_percent)
-        self._reported: list[int] = []
-        self._failed = False
-
-    def begin_incarnation(self, ranks: int) -> None:
-        """Begin to watch ``ranks`` trainers, which are about to be started."""
-        self._ranks = ranks
-        self._coordinator.pulses.begin_incarnation()
-        self._stragglers.begin_incarnation()
-        self._reported = []
-        self.clock.starting()
-
-    async def until_hang(self) -> Hang:
-        """Look at each heartbeat; returns when training hangs and must be restarted."""
-        while True:
-            await asyncio.sleep(self._coordinator.timing.heartbeat)
-            hang = await self._try()
-            if hang is not None and self._on_hang == "restart":
-                self.clock.detected(hang.idle)
-                return hang
-
-    async def _try(self) -> Hang | None:
-        """Look once; a mistake of ours, or a full disk, does not end a job that trains."""
-        try:
-            self._poll()
-            return await self._new_hang()
-        except Exception as error:
-            if not self._failed:
-                self._failed = True
-                log.exception("the watch failed")
-                self._coordinator.observers.emit("watch_failed", f"hangs may be missed: {error!r}")
-            return None
-
-    def _poll(self) -> None:
-        heard = self._coordinator.pulses.fresh(self._ranks, 4 * self._coordinator.timing.heartbeat)
-        recovery = self.clock.poll(heard)
-        if recovery is not None:
-            self._coordinator.observers.emit(
-                "recovered", recovery.describe(), total=recovery.total, **recovery.parts()
-            )
-        for text in self._stragglers.poll(heard):
-            self._coordinator.observers.emit(
-                "straggler", text, ranks=[one.rank for one in self._stragglers.present]
-            )
-        self._coordinator.watched = {
-            "hang_timeout": round(self._hangs.timeout, 3),
-            "iteration_seconds": max((one.report.typical for one in heard), default=0.0),
-            "stragglers": [
-                {"rank": one.rank, "excess": round(one.excess, 4)}
-                for one in self._stragglers.present
-            ],
-            "recoveries": self.clock.view(),
-        }
-
-    async def _new_hang(self) -> Hang | None:
-        """A hang that was not emitted yet; one that is only reported is emitted once."""
-        marks = [one.report.marks for one in self._coordinator.pulses.all()]
-        if self._reported and marks == self._reported:
-            return None
-        self._reported = []
-        hang = await self._hangs.poll(self._ranks, resume=self._on_hang == "restart")
-        if hang is not None:
-            self._reported = [one.report.marks for one in self._coordinator.pulses.all()]
-            self._coordinator.observers.emit(
-                "hang", hang.text, ranks=list(hang.blame.ranks), folder=str(hang.folder)
-            )
-        return hang
-
+PAUSE_SECONDS = 3600.0
+"""What evaluations and checkpoints may take whose begin and end are known."""
 
 START = 0.8
-"""Share of ``first`` that a start may take: the job gives up with it, and knows less of why."""
+"""Share of the time to register that a start may take: the job gives up with it, and knows less
+of why."""
 
-
-@dataclass(frozen=True)
-class HangSettings:
-    """``floor`` is the least timeout in seconds, 0 for no hang detection at all.
-
-    ``factor`` is how many times as long as the longest silence so far is too long.  ``first``
-    holds for the first iterations of an incarnation, which compile, and for most of a start;
-    ``pause`` for evaluations and checkpoints whose begin and end are known.
-    """
-
-    floor: float = 600.0
-    factor: float = 5.0
-    first: float = 600.0
-    pause: float = 3600.0
-
-
-def learned_timeout(longest: Iterable[float], settings: HangSettings) -> float:
-    """Seconds of silence in mid-training from which on a rank counts as stuck.
-
-    ``longest`` are the longest silences of all ranks that ended by themselves, evaluations and
-    checkpoints that nobody announced among them: each has taught us its length.
-    """
-    return max(settings.floor, settings.factor * max(longest, default=0.0))
-
-
-def allowance(phase: int, done: int, learned: float, settings: HangSettings) -> float:
-    """Seconds of silence that a rank may have now; endless when training is over."""
-    if phase == TrainerPhase.ENDED:
-        return float("inf")
-    if phase == TrainerPhase.STARTING:
-        return START * settings.first
-    allowed = learned if done >= FIRST_ITERATIONS else max(learned, settings.first)
-    return max(allowed, settings.pause) if phase == TrainerPhase.PAUSED else allowed
-
-
-_LINE = re.compile(r":\d+\)")
-"""A loop is met in another line each time."""
+HANG_FACTOR = 5.0
+"""A silence this many times as long as the longest so far is too long."""
 
 MOST_FOLDERS = 10
 """Hangs whose stacks are kept."""
+
+_LINE = re.compile(r":\d+\)")
+
+
+def learned_timeout(longest: float, settings: SnapshotConfig) -> float:
+    """Seconds of silence in mid-training from which on a rank counts as stuck.
+
+    ``longest`` is the longest silence of any rank that ended by itself, evaluations and
+    checkpoints that nobody announced among them: each has taught us its length.
+    """
+    return max(settings.hang_seconds, HANG_FACTOR * longest)
+
+
+def allowance(phase: int, done: int, learned: float, settings: SnapshotConfig) -> float:
+    """Seconds of silence that a rank may have now; endless when training is over."""
+    first = settings.register_timeout_seconds
+    if phase == TrainerPhase.ENDED:
+        return float("inf")
+    if phase == TrainerPhase.STARTING:
+        return START * first
+    # The first iterations of an incarnation compile.
+    allowed = learned if done >= FIRST_ITERATIONS else max(learned, first)
+    return max(allowed, PAUSE_SECONDS) if phase == TrainerPhase.PAUSED else allowed
 
 
 @dataclass(frozen=True)
@@ -165,7 +74,7 @@ class Hang:
     of the rank if it is a single one.
     """
 
-    blame: Blame
+    ranks: tuple[int, ...]
     idle: float
     signature: str
     text: str
@@ -173,87 +82,124 @@ class Hang:
     node: str = ""
 
 
-class HangFinder:
-    """Knows what silences are usual, over all incarnations of a job."""
+class JobWatch:
+    """Watches one job over all its incarnations; what it finds is an event for the observers.
 
-    def __init__(self, coordinator: Coordinator, settings: HangSettings, log_dir: Path) -> None:
-        self._coordinator = coordinator
-        self._settings, self._log_dir = settings, log_dir
-        self._longest = 0.0
+    ``clock`` measures recoveries.
+    """
 
-    @property
-    def timeout(self) -> float:
-        """The learned timeout in seconds."""
-        return learned_timeout([self._longest], self._settings)
+    def __init__(self, coordinator: Coordinator, settings: SnapshotConfig, log_dir: Path) -> None:
+        self.clock = RecoveryClock()
+        self._coordinator, self._settings, self._log_dir = coordinator, settings, log_dir
+        self._stragglers = StragglerFinder(settings.straggler_percent)
+        self._ranks, self._longest, self._failed = 0, 0.0, False
 
-    async def poll(self, ranks: int, *, resume: bool) -> Hang | None:
-        """The hang of this moment of a job of so many ranks, its stacks written to disk.
+    def begin_incarnation(self, ranks: int) -> None:
+        """Begin to watch ``ranks`` trainers, which are about to be started."""
+        self._ranks = ranks
+        self._coordinator.pulses.begin_incarnation()
+        self._stragglers.begin_incarnation()
+        self.clock.starting()
 
-        See StacksRequest for ``resume``.
-        """
-        if not self._settings.floor or not self._stuck(self._fresh(ranks)):
-            return None
-        # Asked once more: this process may have been suspended behind the last answers.
-        await self._coordinator.refresh()
-        heard = self._fresh(ranks)
-        stuck = self._stuck(heard)
-        return await self._examine(heard, stuck, resume) if stuck else None
+    async def until_hang(self) -> Hang:
+        """Look at each heartbeat; returns when training hangs and must be restarted."""
+        while True:
+            await asyncio.sleep(self._coordinator.timing.heartbeat)
+            try:
+                heard = self._fresh()
+                self._poll(heard)
+                if self._stuck(heard) and (hang := await self._hang()) is not None:
+                    ranks, folder = list(hang.ranks), str(hang.folder)
+                    self._coordinator.observers.emit("hang", hang.text, ranks=ranks, folder=folder)
+                    self.clock.detected(hang.idle)
+                    return hang
+            except Exception as error:
+                # A mistake of ours, or a full disk, does not end a job that trains.
+                self._on_error(error)
 
-    def _fresh(self, ranks: int) -> list[RankReport]:
+    def _on_error(self, error: Exception) -> None:
+        if not self._failed:
+            self._failed = True
+            log.exception("the watch failed")
+            self._coordinator.observers.emit("watch_failed", f"hangs may be missed: {error!r}")
+
+    def _fresh(self) -> list[RankReport]:
         age = 4 * self._coordinator.timing.heartbeat
-        heard = self._coordinator.pulses.fresh(ranks, age)
+        heard = self._coordinator.pulses.fresh(self._ranks, age)
         self._longest = max([self._longest, *(one.report.longest for one in heard)])
         return heard
 
-    def _stuck(self, heard: Sequence[RankReport]) -> list[RankReport]:
-        now, learned = time.monotonic(), self.timeout
-        return [
-            one
-            for one in heard
-            if one.idle(now) > allowance(one.report.phase, one.report.done, learned, self._settings)
-        ]
+    def _poll(self, heard: Sequence[RankReport]) -> None:
+        """Emit recoveries that have ended and new stragglers, and renew what status shows."""
+        coordinator, slow = self._coordinator, self._stragglers
+        if (done := self.clock.poll(heard)) is not None:
+            fields = {"total": done.total, **done.parts()}
+            coordinator.observers.emit("recovered", done.describe(), **fields)
+        for text in slow.poll(heard):
+            coordinator.observers.emit("straggler", text, ranks=sorted(slow.present))
+        coordinator.watched = {
+            "hang_timeout": round(learned_timeout(self._longest, self._settings), 3),
+            "iteration_seconds": max((one.report.typical for one in heard), default=0.0),
+            "stragglers": [
+                {"rank": rank, "excess": round(excess, 4)} for rank, excess in slow.present.items()
+            ],
+        }
 
-    async def _examine(
-        self, heard: list[RankReport], stuck: list[RankReport], resume: bool
+    def _stuck(self, heard: Sequence[RankReport]) -> list[float]:
+        """The silences that are longer than they may be, in seconds."""
+        now, settings = time.monotonic(), self._settings
+        learned = learned_timeout(self._longest, settings)
+        allowed = [allowance(h.report.phase, h.report.done, learned, settings) for h in heard]
+        if not settings.hang_seconds:
+            return []
+        return [h.idle(now) for h, most in zip(heard, allowed, strict=True) if h.idle(now) > most]
+
+    async def _hang(self) -> Hang | None:
+        """The hang of this moment, if there still is one, its stacks written to disk."""
+        # Asked once more: this process may have been suspended behind the last answers.
+        await self._coordinator.refresh()
+        heard = self._fresh()
+        stuck = self._stuck(heard)
+        if not stuck:
+            return None
+        stacks = await self._stacks(sorted({one.node for one in heard}))
+        folder = self._log_dir / f"hang-{self._coordinator.incarnation:06d}"
+        await asyncio.to_thread(_write, folder, heard, stacks)
+        return self._describe(heard, max(stuck), stacks, folder)
+
+    def _describe(
+        self, heard: list[RankReport], idle: float, stacks: dict[str, str], folder: Path
     ) -> Hang:
-        stacks = await self._stacks(sorted({one.node for one in heard}), resume)
         witnesses = [
             Witness.of(h.report.rank, h.report.marks, h.report.state, stacks.get(h.shard, ""))
             for h in heard
         ]
-        found = blame(witnesses)
-        folder = self._folder()
-        await asyncio.to_thread(_write, folder, heard, stacks)
-        idle = max(one.idle(time.monotonic()) for one in stuck)
-        where = {w.place for w in witnesses if w.rank in found.ranks and w.place}
+        ranks, reason = blame(witnesses)
+        where = {str(w.place) for w in witnesses if w.rank in ranks and w.place}
         place = ", ".join(sorted(where)) or "an unknown place"
         nodes = {h.report.rank: h.node for h in heard}
-        names = ", ".join(f"rank {rank} on {nodes[rank]}" for rank in found.ranks)
+        names = ", ".join(f"rank {rank} on {nodes[rank]}" for rank in ranks)
+        # A loop is met in another line each time.
+        signature = f"hang of rank {', '.join(map(str, ranks))} at {_LINE.sub(')', place)}"
+        allowed = learned_timeout(self._longest, self._settings)
         text = (
-            f"hang: no progress for {idle:.1f} s (allowed: {self.timeout:.1f} s); the job waits "
-            f"for {names}: {found.reason}; at {place}; stacks of all ranks: {folder}"
+            f"hang: no progress for {idle:.1f} s (allowed: {allowed:.1f} s); the job waits for "
+            f"{names}: {reason}; at {place}; stacks of all ranks: {folder}"
         )
-        ranks = ", ".join(map(str, found.ranks))
-        signature = f"hang of rank {ranks} at {_LINE.sub(')', place)}"
-        node = nodes[found.ranks[0]] if len(found.ranks) == 1 else ""
-        return Hang(found, idle, signature, text, folder, node)
+        node = nodes[ranks[0]] if len(ranks) == 1 else ""
+        return Hang(ranks, idle, signature, text, folder, node)
 
-    async def _stacks(self, nodes: Sequence[str], resume: bool) -> dict[str, str]:
+    async def _stacks(self, nodes: Sequence[str]) -> dict[str, str]:
+        """The stacks of each shard's rank, without those of nodes that do not answer."""
         links = [link for n in nodes if (link := self._coordinator.links.get(n)) is not None]
-        request = m.StacksRequest(self._coordinator.incarnation, resume)
+        request = m.StacksRequest(self._coordinator.incarnation)
         answers = await asyncio.gather(
             *(link.ask(request, 2 * STACK_SECONDS) for link in links), return_exceptions=True
         )
         stacks: dict[str, str] = {}
         for answer in answers:
-            if isinstance(answer, m.Stacks):
-                stacks |= answer.stacks
-            elif isinstance(answer, BaseException) and not isinstance(answer, ControlPlaneError):
-                raise answer
+            stacks |= answer.stacks if isinstance(answer, m.Stacks) else {}
         return stacks
-
-    def _folder(self) -> Path:
-        return self._log_dir / f"hang-{self._coordinator.incarnation:06d}"
 
 
 def _write(folder: Path, heard: Sequence[RankReport], stacks: dict[str, str]) -> None:
@@ -274,7 +220,6 @@ def _write(folder: Path, heard: Sequence[RankReport], stacks: dict[str, str]) ->
 
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
-_THREAD = re.compile(r"^(Current thread|Thread) ", re.MULTILINE)
 
 _LIBRARY = re.compile(r"/torch/|/megatron_ft/|<frozen |/lib/python3[^/]*/(?!(site|dist)-packages/)")
 """PyTorch, Python's own library, and us: a place in them shows less than its caller."""
@@ -307,14 +252,10 @@ class Frame(NamedTuple):
 def main_thread(text: str) -> list[Frame]:
     """Frames of the main thread, innermost first; none if it is not there.
 
-    faulthandler lists the newest thread first, so the main thread comes last (Python's
-    documentation, ``faulthandler``).  The kernel gives a signal to the main thread if that
-    can take it, so that one is called the current thread as a rule.
+    faulthandler lists the newest thread first, so the main thread comes last.
     """
-    starts = [match.start() for match in _THREAD.finditer(text)]
-    if not starts:
-        return []
-    matches = (_FRAME.match(line) for line in text[starts[-1] :].splitlines())
+    last = re.split(r"^(?:Current thread|Thread) ", text, flags=re.MULTILINE)[1:][-1:]
+    matches = (_FRAME.match(line) for part in last for line in part.splitlines())
     return [Frame(m["file"], int(m["line"]), m["function"]) for m in matches if m]
 
 
@@ -323,11 +264,9 @@ def waits_for_others(frames: Sequence[Frame]) -> bool | None:
 
     It can be in one, or compute, in the midst of a backward pass.
     """
-    if not frames:
-        return None
-    if any(part in frames[0].file for part in _COLLECTIVE_FILES):
+    if frames and any(part in frames[0].file for part in _COLLECTIVE_FILES):
         return True
-    return None if frames[0].function == _BACKWARD else False
+    return None if not frames or frames[0].function == _BACKWARD else False
 
 
 def of_training(frames: Sequence[Frame]) -> list[Frame]:
@@ -338,48 +277,41 @@ def of_training(frames: Sequence[Frame]) -> list[Frame]:
 SUSPENDED = frozenset("Tt")
 """The kernel's letters for a process that was stopped by a signal or a debugger (proc(5))."""
 
-DISK_SLEEP = "D"
-
 
 @dataclass(frozen=True)
 class Witness:
     """The evidence of one rank of a stuck job.
 
-    ``marks`` are those since its incarnation began; ``place`` is where its main thread is, empty if
-    not known, and ``calls`` the functions that lead there, outermost first; ``waits`` is whether
-    that is in a collective, None if the stack cannot tell.
+    ``marks`` are those since its incarnation began, ``state`` is the kernel's of its process;
+    ``place`` is where its main thread is, None if not known, and ``waits`` is whether that is in a
+    collective, None if the stack cannot tell.
     """
 
     rank: int
     marks: int
     state: str
-    place: str = ""
-    calls: tuple[str, ...] = ()
+    place: Frame | None = None
     waits: bool | None = None
 
     @classmethod
     def of(cls, rank: int, marks: int, state: str, stacks: str) -> Witness:
         """The evidence of one rank, completed by what its stacks tell."""
         frames = main_thread(stacks)
-        own = of_training(frames)
-        calls = tuple(frame.function for frame in reversed(own))
-        waits = waits_for_others(frames)
-        return cls(rank, marks, state, str(own[0]) if own else "", calls, waits)
+        place = of_training(frames)[0] if frames else None
+        return cls(rank, marks, state, place, waits_for_others(frames))
+
+    @property
+    def function(self) -> str:
+        """The function that its main thread is in, empty if not known."""
+        return "" if self.place is None else self.place.function
 
 
-class Blame(NamedTuple):
-    """The ranks that the others wait for, and how that is known."""
-
-    ranks: tuple[int, ...]
-    reason: str
-
-
-def blame(witnesses: Sequence[Witness]) -> Blame:
-    """The stuck ranks among all; all of them if nothing tells them apart.
+def blame(witnesses: Sequence[Witness]) -> tuple[tuple[int, ...], str]:
+    """The stuck ranks among all, and how that is known; all if nothing tells them apart.
 
     In order of certainty: a process that is suspended; ranks that passed the fewest marks;
-    among those, ranks whose main thread is not in a collective; ranks that have left the way of
-    the others.
+    among those, ranks whose main thread is not in a collective; ranks that are elsewhere than
+    most.
     """
     assert witnesses
     suspended = [w for w in witnesses if w.state in SUSPENDED]
@@ -388,32 +320,16 @@ def blame(witnesses: Sequence[Witness]) -> Blame:
     fewest = min(w.marks for w in witnesses)
     behind = [w for w in witnesses if w.marks == fewest]
     if len(behind) == 1:
-        return _blame(behind, "it is behind all others" + _detail(behind[0]))
+        return _blame(behind, "it is behind all others")
     working = [w for w in behind if w.waits is False]
     if working and len(working) < len(behind):
-        return _blame(working, "it is in no collective" + _detail(working[0]))
-    apart = [w for w in _apart(witnesses) if w in behind]
-    if apart:
-        return _blame(apart, "it has left the way of the others")
-    if len(behind) < len(witnesses):
-        return _blame(behind, "they are behind the others")
-    return _blame(behind, "nothing tells the ranks apart")
+        return _blame(working, "it is in no collective")
+    usual, count = Counter(w.function for w in witnesses).most_common(1)[0]
+    apart = [w for w in behind if w.function != usual]
+    if apart and 2 * count > len(witnesses):
+        return _blame(apart, "it is elsewhere than the others")
+    return _blame(behind, "nothing else tells the ranks apart")
 
 
-def _blame(ranks: Sequence[Witness], reason: str) -> Blame:
-    return Blame(tuple(sorted(w.rank for w in ranks)), reason)
-
-
-def _detail(witness: Witness) -> str:
-    return ", in the kernel, perhaps on a disk" if witness.state == DISK_SLEEP else ""
-
-
-def _apart(witnesses: Sequence[Witness]) -> list[Witness]:
-    """The ranks that are not with most others where the calls leading to all of them part."""
-    for depth in range(max(len(w.calls) for w in witnesses)):
-        here = Counter(w.calls[: depth + 1] for w in witnesses)
-        common, count = here.most_common(1)[0]
-        if len(here) > 1:
-            others = [w for w in witnesses if w.calls[: depth + 1] != common]
-            return others if 2 * count > len(witnesses) else []
-    return []
+def _blame(ranks: Sequence[Witness], reason: str) -> tuple[tuple[int, ...], str]:
+    return tuple(sorted(w.rank for w in ranks)), reason

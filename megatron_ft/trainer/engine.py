@@ -262,7 +262,6 @@ class CaptureEngine:
                 "give every rank a shard id of its own"
             )
         self._block_bytes = header.geometry.block_bytes
-        self._algorithm = header.digest_algorithm
         slots = range(header.geometry.slot_count)
         for slot in slots:
             self.arena.prefault(slot)
@@ -397,7 +396,6 @@ class CaptureEngine:
             meta=run.meta(),
             layout_hash=self.binding.layout_hash,
             block_bytes=self._block_bytes,
-            algorithm=self._algorithm,
             dirty_bytes=dirty,
         )
         self._dirty[slot] = record.used_bytes

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ft.arena.digest import BlockCheck, Bytes
+from megatron_ft.core.fault_points import reach
 from megatron_ft.trainer.copier import CopyItem, batches, spare_threads
 from megatron_ft.trainer.cpu import copy_large, move_serially
 
@@ -92,15 +93,18 @@ class VerifiedCopy:
         # Sources are addresses in it.
         self._kept = region
 
-    def run(self, chunks: Iterable[int]) -> list[int]:
-        """Copy chunks; returns the bad blocks, out of whose chunks nothing is copied.
+    def run(self) -> list[int]:
+        """Copy all chunks; returns the bad blocks, out of whose chunks nothing is copied.
 
-        All chunks are looked at, with this rank's share of the cores.
+        All are looked at, with this rank's share of the cores.
         """
-        left, bad, cuts = iter(chunks), list[int](), self._cuts
+        left, bad, cuts = iter(self._cuts.chunks), list[int](), self._cuts
+        middle = len(cuts.chunks) // 2
 
         def work() -> None:
             for chunk in left:
+                if chunk == middle:
+                    reach("restore.half")
                 blocks = cuts.blocks_of(chunk)
                 found = self._check.bad(blocks.start, blocks.stop)
                 if found:

@@ -26,7 +26,6 @@ from typing import Any
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import UntrustedFileError
-from megatron_ft.core.frameworks import Function, wrap
 from megatron_ft.core.procfs import read_stat
 from megatron_ft.rpc.heartbeat_page import (
     DUMP_SIGNAL,
@@ -40,9 +39,6 @@ from megatron_ft.rpc.heartbeat_page import (
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
-
-_IMPORTED = time.monotonic()
-"""Time at which this module was imported: a script imports it after its framework."""
 
 LEARNING_STEPS = 2
 """Steps to learn the last parameter; DDP orders its buckets anew after the first step."""
@@ -58,8 +54,6 @@ LEAST_OF_WINDOW = 40
 """A window with fewer iterations that count is passed over."""
 
 _SMOOTHING = 0.1
-
-_communicators = 0.0
 
 
 @dataclass(frozen=True)
@@ -212,49 +206,6 @@ def process_start() -> float:
     return time.monotonic() - age
 
 
-def time_communicators() -> None:
-    """Measure ``torch.distributed.init_process_group``, which has just been imported."""
-    from torch.distributed import distributed_c10d
-
-    wrap(distributed_c10d, "init_process_group", _timed)
-
-
-def _timed(original: Function) -> Function:
-    def init_process_group(*args: object, **kwargs: object) -> object:
-        global _communicators
-        began = time.monotonic()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _communicators += time.monotonic() - began
-
-    return init_process_group
-
-
-class StartParts:
-    """Fills in a pulse as the start continues; ``first_iteration`` is 0 until it has ended."""
-
-    def __init__(self, pulse: Pulse, imported: float) -> None:
-        """``imported`` is when the imports of the script had ended, on the monotonic clock."""
-        self._pulse = pulse
-        pulse.started = process_start()
-        pulse.imports = max(0.0, imported - pulse.started)
-        self._ready = time.monotonic()
-
-    def restored(self, seconds: float) -> None:
-        """The state was loaded, just now."""
-        self._ready = time.monotonic()
-        self._pulse.restore = seconds
-
-    def first_ended(self) -> None:
-        """The first iteration has ended."""
-        now, pulse = time.monotonic(), self._pulse
-        pulse.communicators = _communicators
-        known = pulse.imports + pulse.communicators + pulse.restore
-        pulse.set_up = max(0.0, self._ready - pulse.started - known)
-        pulse.first_iteration = now - self._ready
-
-
 class TrainerWatch:
     """Marks of one rank, stored where the SMP of its node reads them.
 
@@ -271,9 +222,8 @@ class TrainerWatch:
     ) -> None:
         """Without a file nothing is stored; ``gradients`` is whether they are followed."""
         self._file, self._clock, self._follows = file, clock, gradients
-        self._pulse = Pulse(rank=rank)
+        self._pulse = Pulse(rank=rank, started=process_start())
         self._iterations = Iterations()
-        self._start = StartParts(self._pulse, _IMPORTED)
         self._gradient = LastGradient(self._last_gradient)
         self._ended = threading.Event()
         self._dumps = -1
@@ -305,9 +255,8 @@ class TrainerWatch:
         self._iterations.disturbed(self._clock())
         self._passed(self._clock())
 
-    def restored(self, seconds: float) -> None:
-        """Note that the state was loaded just now, in ``seconds``."""
-        self._start.restored(seconds)
+    def restored(self) -> None:
+        """Note that the state was loaded just now."""
         self._passed(self._clock())
 
     def step(self) -> None:
@@ -320,8 +269,6 @@ class TrainerWatch:
     def iteration_ended(self, iteration: int) -> None:
         """``iteration`` has ended."""
         now = self._clock()
-        if not self._iterations.done:
-            self._start.first_ended()
         self._iterations.ended(iteration, now)
         self._pulse.iteration = iteration
         self._passed(now)

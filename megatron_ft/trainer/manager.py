@@ -220,7 +220,7 @@ class SnapshotManager:
         self._pending.load(offer, self._adapt(into))
         self.stats.committed(offer.record.iteration, protected=False)
         seconds = time.monotonic() - started
-        self.watch.restored(seconds)
+        self.watch.restored()
         self._pending.report_restored(offer, seconds, aloud=self.rank == 0)
         if isinstance(into, Mapping):
             self._late_iterators.begin()

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, compress
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,8 @@ data loader's may change their shape, which no planned layout could hold."""
 COUNTER_BYTES = 4096
 """Plain tensors up to this size are secured at the boundary: likely counters."""
 
+_KIND, _LENGTH = attrgetter("layout", "is_nested"), attrgetter("nbytes")
+_STRIDED = {(torch.strided, False)}
 _NAMES = "names"
 _STRUCTURES = "structures"
 
@@ -43,15 +46,19 @@ class Enumeration:
     lazy: dict[str, torch.Tensor] = field(default_factory=dict)
     boundary: dict[str, torch.Tensor] = field(default_factory=dict)
     structures: dict[str, Any] = field(default_factory=dict)
-    name_of: dict[int, str] = field(default_factory=dict)
     handles: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def name_of(self) -> dict[int, str]:
+        """The name of each tensor by its ``id``, of several the first; of a finished pass."""
+        names, tensors = reversed(self.handles.keys()), reversed(self.handles.values())
+        return dict(zip(map(id, tensors), names, strict=True))
 
     def put(self, name: str, tensor: torch.Tensor, lazy: bool) -> None:
         """Register a tensor under a name that must be new."""
         if name in self.handles:
             raise ConfigError(f"two tensors of the state are called {name!r}; rename one of them")
         self.handles[name] = tensor
-        self.name_of.setdefault(id(tensor), name)
         (self.lazy if lazy else self.boundary)[name] = local_tensor(tensor)
 
     def put_all(self, names: list[str], tensors: list[torch.Tensor], lazy: bool) -> None:
@@ -60,11 +67,19 @@ class Enumeration:
             for name, tensor in zip(names, tensors, strict=True):
                 self.put(name, tensor, lazy)
         self.handles.update(zip(names, tensors, strict=True))
-        for key, name in zip(map(id, tensors), names, strict=True):
-            self.name_of.setdefault(key, name)
         plain = {*map(type, tensors)} <= DENSE
         local = tensors if plain else map(local_tensor, tensors)
         (self.lazy if lazy else self.boundary).update(zip(names, local, strict=True))
+
+    def put_plain(self, names: list[str], tensors: list[torch.Tensor]) -> None:
+        """Register tensors of a mapping that holds nothing else, as ``enumerate_entry`` would."""
+        if {*map(_KIND, tensors)} <= _STRIDED:
+            long = list(map(COUNTER_BYTES.__lt__, map(_LENGTH, tensors)))
+        else:
+            long = [_is_longer(tensor, COUNTER_BYTES) for tensor in tensors]
+        for lazy in (True, False):
+            chosen = [is_long is lazy for is_long in long]
+            self.put_all(list(compress(names, chosen)), list(compress(tensors, chosen)), lazy)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -194,8 +209,12 @@ class MappingState:
     def refresh(self) -> None:
         """Enumerate the mapping as it is now."""
         self._found, found = None, Enumeration()
-        for name, value in self._state.items():
-            enumerate_entry(found, name, value, self._forced.get(name))
+        tensors = list(self._state.values())
+        if {*map(type, tensors)} <= DENSE and not self._forced:
+            found.put_plain(list(self._state), tensors)
+        else:
+            for name, value in self._state.items():
+                enumerate_entry(found, name, value, self._forced.get(name))
         self._found = found
 
     def forget_tensors(self) -> None:

@@ -15,6 +15,7 @@ installed:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -180,13 +181,36 @@ class MasterTensors:
 
     def __init__(self, masters: Iterable[Owned], separator: str, own: str) -> None:
         self._masters, self._separator, self._own = list(masters), separator, own
+        self._parameters = [master.parameter for master in self._masters]
+        self._inners = list({id(master.inner): master.inner for master in self._masters}.values())
         self._numbered: list[Owned] | None = None
+        self._keys: tuple[list[str], list[int]] = [], []
+        self._names: list[str] = []
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of them, as of now.
 
         Plain tensors and parameters are given as they are, so that it shows where they lie.
         """
+        kept = [inner.state[parameter] for _, inner, parameter in self._masters]
+        scaled = any(getattr(inner, SCALES, None) for inner in self._inners)
+        if scaled or not {*map(type, kept)} <= {dict}:
+            return self._tensors_one_by_one()
+        values = [*self._parameters, *chain.from_iterable(map(dict.values, kept))]
+        if not {*map(type, values)} <= DENSE:
+            return self._tensors_one_by_one()
+        self._numbered = []
+        # Thousands of names: made anew only when keys are others than last time.
+        keys = list(chain.from_iterable(kept)), list(map(len, kept))
+        if keys != self._keys:
+            begins = [f"{master.name}{self._separator}" for master in self._masters]
+            owned = [f"{begin}{self._own}" for begin in begins]
+            pairs = zip(begins, kept, strict=True)
+            self._names = [*owned, *(f"{begin}{key}" for begin, state in pairs for key in state)]
+            self._keys = keys
+        return dict(zip(self._names, values, strict=True))
+
+    def _tensors_one_by_one(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         numbered = []
         for master in self._masters:

@@ -5,8 +5,11 @@ The latter is extra state, through torch's own interface for it.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,7 +41,8 @@ def has_extra_state(module: torch.nn.Module) -> bool:
 Roots = Callable[[], Sequence[torch.nn.Module]]
 Name = Callable[[int, str], str]
 
-_OVERRIDABLE = ("named_parameters", "named_buffers", "_named_members")
+_OVERRIDABLE = ("named_modules", "named_parameters", "named_buffers", "_named_members")
+_HOLDERS = attrgetter("_modules", "_parameters", "_buffers")
 
 
 class ModuleTree:
@@ -58,29 +62,79 @@ class ModuleTree:
         self.keeping: list[tuple[str, torch.nn.Module]] = []
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.buffers: dict[str, torch.Tensor] = {}
+        self._roots: list[torch.nn.Module] = []
+        self._modules: list[torch.nn.Module] = []
+        self._members: Members | None = None
 
     def refresh(self) -> None:
-        """Walk the model as it is now."""
+        """Look at the model as it is now: names are made anew only if a member is another.
+
+        Members are compared by identity, in calls that loop in C: there are thousands.
+        """
+        roots = list(self._find_roots())
+        if self._members is not None and _all_are(roots, self._roots):
+            now = Members.of(self._modules)
+            if now is not None and now.same(self._members):
+                return
         self.forget()
-        for number, root in enumerate(self._find_roots()):
-            modules, parameters, buffers = _walk(root)
-            self.parameters |= {self._name(number, name): found for name, found in parameters}
-            self.buffers |= {self._name(number, name): found for name, found in buffers}
-            keeping = [named for named in modules if has_extra_state(named[1])]
-            self.keeping += [(self._name(number, name), module) for name, module in keeping]
+        self._roots = roots
+        for number, root in enumerate(roots):
+            self._walk(number, root)
+        if all(map(_is_stock, roots)):
+            members = Members.of(self._modules)
+            self._members = members if members and members.are_all(self._modules, roots) else None
+
+    def _walk(self, number: int, root: torch.nn.Module) -> None:
+        modules = list(root.named_modules())
+        self._modules += [module for _, module in modules]
+        if _is_stock(root):
+            parameters = _named(modules, "_parameters")
+            buffers = _named(modules, "_buffers")
+        else:
+            parameters, buffers = list(root.named_parameters()), list(root.named_buffers())
+        self.parameters |= {self._name(number, name): found for name, found in parameters}
+        self.buffers |= {self._name(number, name): found for name, found in buffers}
+        keeping = [named for named in modules if has_extra_state(named[1])]
+        self.keeping += [(self._name(number, name), module) for name, module in keeping]
 
 
-def _walk(root: torch.nn.Module) -> tuple[NamedModules, Named, Named]:
-    """One walk instead of three, where the root answers the other two as torch's modules do."""
-    modules = list(root.named_modules())
-    own, kind = vars(root), type(root)
+class Members(NamedTuple):
+    """Children, parameters and buffers of modules in order: keys and sizes of dicts, and values."""
+
+    keys: list[Any]
+    values: list[Any]
+
+    @classmethod
+    def of(cls, modules: Sequence[torch.nn.Module]) -> Members | None:
+        """The members as of now; None if a module keeps them in something else than dicts."""
+        holders = list(chain.from_iterable(map(_HOLDERS, modules)))
+        if not {*map(type, holders)} <= {dict, OrderedDict}:
+            return None
+        keys = [*chain.from_iterable(holders), *map(len, holders)]
+        return cls(keys, list(chain.from_iterable(map(dict.values, holders))))
+
+    def same(self, other: Members) -> bool:
+        """True if the other has these very members under the same keys."""
+        return self.keys == other.keys and _all_are(self.values, other.values)
+
+    def are_all(self, modules: Iterable[torch.nn.Module], roots: Iterable[torch.nn.Module]) -> bool:
+        """True if ``modules`` are the roots and all children, so that none of them hides itself."""
+        children = {id(value) for value in self.values if isinstance(value, torch.nn.Module)}
+        return children | {*map(id, roots)} == {*map(id, modules)}
+
+
+def _is_stock(root: torch.nn.Module) -> bool:
+    """True if the root answers for its members as torch's modules do, so that holders say all."""
+    kind = type(root)
     stock = all(getattr(kind, name) is getattr(torch.nn.Module, name) for name in _OVERRIDABLE)
-    if not stock or any(name in own for name in _OVERRIDABLE):
-        return modules, list(root.named_parameters()), list(root.named_buffers())
-    return modules, _members(modules, "_parameters"), _members(modules, "_buffers")
+    return stock and not vars(root).keys() & {*_OVERRIDABLE}
 
 
-def _members(modules: NamedModules, holder: str) -> Named:
+def _all_are(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(map(is_, left, right))
+
+
+def _named(modules: Sequence[tuple[str, torch.nn.Module]], holder: str) -> Named:
     found, seen = [], set[int]()
     for prefix, module in modules:
         for key, tensor in getattr(module, holder).items():

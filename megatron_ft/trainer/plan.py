@@ -7,14 +7,14 @@ restore each peer sends the part that it captured.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_ft.arena.digest import default_algorithm, digest_block
+from megatron_ft.arena.digest import digest_block
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
 from megatron_ft.core.shard import (
     LayoutEntry,
@@ -101,39 +101,19 @@ def dtype_from_name(name: str) -> torch.dtype:
     return dtype
 
 
-class Planned(NamedTuple):
-    """The facts that a layout is planned from, asked of a complete state once.
-
-    ``splits`` says of which tensors this rank captures a part, as (part, parts).  The state must
-    hold on to its tensors while this is used: memory is compared by address.
-    """
-
-    live: Mapping[str, torch.Tensor]
-    boundary: Collection[str]
-    splits: Mapping[str, tuple[int, int]]
-    places: Mapping[str, LogicalPlace]
-
-    @classmethod
-    def of(cls, state: TrainingState, split_bytes: int = SPLIT_BYTES) -> Planned:
-        """Collect the facts; replicated tensors of ``split_bytes`` bytes or more are split."""
-        live = live_tensors(state)
-        boundary = state.boundary_tensors().keys()
-        splits = _splits(live, boundary, state.replicas(), split_bytes)
-        places = state.logical_map() if isinstance(state, HasLogicalMap) else {}
-        return cls(live, boundary, splits, places)
-
-    def layout(self) -> ShardLayout:
-        """Plan it; tensors of unsupported kinds raise ConfigError."""
-        live, boundary, splits, places = self
-        return plan_layout(
-            _spec(name, tensor, name in boundary, splits.get(name, (0, 1)), places.get(name))
-            for name, tensor in live.items()
-        )
-
-
 def plan_state(state: TrainingState, split_bytes: int = SPLIT_BYTES) -> ShardLayout:
-    """The layout of a complete state; see Planned."""
-    return Planned.of(state, split_bytes).layout()
+    """The layout of a complete state; replicated tensors of ``split_bytes`` or more are split.
+
+    The state must hold on to its tensors meanwhile: memory is compared by address.  ConfigError for
+    tensors of unsupported kinds.
+    """
+    live, boundary = live_tensors(state), state.boundary_tensors().keys()
+    splits = _splits(live, boundary, state.replicas(), split_bytes)
+    places = state.logical_map() if isinstance(state, HasLogicalMap) else {}
+    return plan_layout(
+        _spec(name, tensor, name in boundary, splits.get(name, (0, 1)), places.get(name))
+        for name, tensor in live.items()
+    )
 
 
 def _splits(
@@ -181,21 +161,17 @@ def check_replicas(state: TrainingState, layout: ShardLayout) -> None:
 
 def _unequal(tensors: list[torch.Tensor], group: Any) -> list[int]:
     device = exchange_device(group)
-    # ISA-L may be on some nodes only, and digests of two kinds are never equal.  Of the highest
-    # number is the one that needs no library.
-    algorithm = torch.tensor([default_algorithm()], device=device)
-    dist.all_reduce(algorithm, dist.ReduceOp.MAX, group=group)
-    made = [_digest(tensor, int(algorithm)) for tensor in tensors]
+    made = [_digest(tensor) for tensor in tensors]
     digests = torch.tensor(made, device=device)
     every = [torch.empty_like(digests) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, digests, group=group)
     return [i for i in range(len(tensors)) if any(other[i] != every[0][i] for other in every)]
 
 
-def _digest(tensor: torch.Tensor, algorithm: int) -> int:
+def _digest(tensor: torch.Tensor) -> int:
     data = tensor.detach().cpu().view(-1).view(torch.uint8).numpy()
     # Halved, because torch has no unsigned 64-bit integers for collectives.
-    return digest_block(data, algorithm) >> 1
+    return digest_block(data) >> 1
 
 
 def _spec(

@@ -28,12 +28,12 @@ from megatron_ft.trainer.identity_check import (
     require_same_layout,
 )
 from megatron_ft.trainer.plan import (
-    Planned,
     SplitTensor,
     check_group,
     dtype_from_name,
     exchange,
     exchange_device,
+    plan_state,
 )
 from megatron_ft.trainer.state import AdoptsTensors, TrainingState, live_tensors
 
@@ -63,7 +63,7 @@ class SealedShard:
         header = arena.header
         self.region, self.record = arena.data(slot), record
         self.block_bytes = header.geometry.block_bytes
-        self.check = BlockCheck(self.region, record, self.block_bytes, header.digest_algorithm)
+        self.check = BlockCheck(self.region, record, self.block_bytes)
         self._contents: ShardContents | None = None
         self._report = report
         self._name = f"shard {record.shard_id}, snapshot {record.snapshot}, slot {slot} of"
@@ -142,11 +142,12 @@ def restore_shard(shard: SealedShard, state: TrainingState) -> ShardLayout:
     """
     contents = shard.contents()
     reach("restore.verified")
-    _fill(contents, shard, state)
+    live = live_tensors(state)
+    addresses = _fill(contents, shard, state, live)
     state.load(decode(contents.objects))
-    planned = Planned.of(state)
-    if contents.plain is None or not contents.plain.agrees(planned):
-        require_same_layout(contents.layout, planned.layout())
+    plain, now = contents.plain, live_tensors(state)
+    if plain is None or not plain.lie_there(addresses, live, now):
+        require_same_layout(contents.layout, plan_state(state))
     reach("restore.done")
     return contents.layout
 
@@ -157,14 +158,20 @@ def read_objects(shard: SealedShard) -> dict[str, Any]:
     return objects
 
 
-def _fill(contents: ShardContents, shard: SealedShard, state: TrainingState) -> None:
-    """Give every stored tensor its bytes: live ones in place, others through adopt()."""
-    live, plain, cuts = live_tensors(state), contents.plain, contents.cuts
+def _fill(
+    contents: ShardContents, shard: SealedShard, state: TrainingState, live: dict[str, torch.Tensor]
+) -> list[int]:
+    """Give every stored tensor its bytes: live ones in place, others through adopt().
+
+    Returns the addresses of all if a copy of bytes was enough, else nothing.
+    """
+    plain, cuts = contents.plain, contents.cuts
     addresses = None if plain is None else plain.addresses(live)
-    if addresses is not None and cuts is not None:
-        _copy(cuts, addresses, shard)
-    else:
+    if addresses is None or cuts is None:
         _fill_one_by_one(contents.layout, shard, state, live)
+        return []
+    _copy(cuts, addresses, shard)
+    return addresses
 
 
 def _fill_one_by_one(
@@ -222,11 +229,7 @@ def _fill_one_by_one(
 
 def _copy(cuts: BlockRanges, targets: list[int], shard: SealedShard) -> None:
     """Verify all blocks of tensors; what of the spans is in one is copied when it is."""
-    copying = VerifiedCopy(shard.region, shard.check, cuts, targets)
-    half = len(cuts.chunks) // 2
-    bad = copying.run(cuts.chunks[:half])
-    reach("restore.half")
-    shard.require_none(bad + copying.run(cuts.chunks[half:]))
+    shard.require_none(VerifiedCopy(shard.region, shard.check, cuts, targets).run())
 
 
 def _new_tensor(entry: LayoutEntry, group: Any) -> torch.Tensor:

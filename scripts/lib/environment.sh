@@ -197,9 +197,9 @@ slurm_prepare() {
 
 # environment_prepare LEVEL: make or complete .venv; nothing to do takes well under a second.
 environment_prepare() {
-    local level="$1" extras="mpi,demo" python print last=""
+    local level="$1" extras="mpi" python print last=""
     python="$(find_python)"
-    [ "$level" = runtime ] || extras="mpi,demo,dev"
+    [ "$level" = runtime ] || extras="mpi,dev"
     print="$(fingerprint "$python" "$level")"
     [ ! -f "$VENV/.prepared-$level" ] || last="$(cat "$VENV/.prepared-$level")"
     if [ "$last" = "$print" ] && "$VENV/bin/python" -c 'import megatron_ft' 2>/dev/null; then

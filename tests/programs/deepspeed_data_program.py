@@ -149,12 +149,11 @@ def loaders(folder: Path) -> dict[str, Any]:
 
 def training_data(folder: Path) -> dict[str, Any]:
     """A loader that DeepSpeed made from ``training_data`` before the engine is watched."""
-    from deepspeed_ext.resumable_loader import DataPosition, ResumableLoader, watch
+    from deepspeed_ext.resumable_loader import DataPosition, ResumableLoader
 
     engine = engine_of({"training_data": Numbers()})
     inner = engine.training_dataloader
-    watch(engine)
-    watch(engine)
+    DataPosition(engine)
     engine.set_data_post_process_func(len)
     notes = {
         "is_watched": isinstance(engine.training_dataloader, ResumableLoader),
@@ -202,14 +201,14 @@ def pipeline(folder: Path) -> dict[str, Any]:
     """Two stages, each of which reads the data: what they read, over two epochs."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from deepspeed_ext.resumable_loader import DataPosition, watch
+    from deepspeed_ext.resumable_loader import DataPosition
 
     incarnations: dict[str, Any] = {"whole": _train_pipeline(5)}
     original = DeepSpeedEngine._configure_checkpointing
 
     def configure_checkpointing(self: Any) -> None:
         original(self)
-        watch(self)
+        DataPosition(self)
 
     DeepSpeedEngine._configure_checkpointing = configure_checkpointing
     new_process()

@@ -222,9 +222,9 @@ def quiet_data_loaders() -> None:
     Cyclic data is iterated over only when the first batch is read, in a restored run after
     the generators were set.
     """
-    from megatron_ft.cli.demo import cpu_device
+    from tests.support import megatron_host
 
-    cpu_device.keep_data_loader_off_the_generator()
+    megatron_host.keep_data_loader_off_the_generator()
 
 
 def terminate_in_iteration_3() -> None:

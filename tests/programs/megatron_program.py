@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
-from megatron_ft.cli.demo import cpu_device
 from megatron_ft.config import SnapshotConfig
+from tests.support import megatron_host
 from tests.support.late_capture import ArenaManager
 
 PLUGINS = "TEST_PLUGINS"
@@ -36,11 +35,7 @@ def make_manager(config: SnapshotConfig) -> ArenaManager:
 
 def preload() -> None:
     """Import everything that ranks need, in the process that they are forked from."""
-    cpu_device.install()
-    # Let data loaders draw from the generator of dropout again: a restore must not need
-    # the stand-in's help against that.
-    loader: Any = DataLoader
-    loader.__iter__ = loader.__iter__.__wrapped__
+    megatron_host.install()
     for module in (
         "megatron.core.models.mimo",
         "megatron.core.tokenizers.text",

@@ -58,3 +58,8 @@ def link(path: Path) -> None:
 
 def second_name(path: Path) -> None:
     os.link(path, path.with_name("second"))
+
+
+def damaged_records(arena: Arena) -> list[str]:
+    """Names of the headers of which a copy is not whole."""
+    return [name for name, place in arena._headers() if arena._is_damaged(place)]

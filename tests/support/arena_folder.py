@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ft.arena.arena import Arena
-from megatron_ft.arena.digest import default_algorithm
 from megatron_ft.arena.format import ArenaHeader, Geometry, SlotHeader, SlotState
 from megatron_ft.checkpoint.source import OpenSnapshot, SnapshotInfo, verified_shard
 from megatron_ft.core.identity import Ancestor, SealedRecord
@@ -26,7 +25,6 @@ from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.orders import OrderRunner
 from megatron_ft.erasure.stripes import RankPlace, StripePlan, plan_stripes
 from megatron_ft.rpc.messages import Encoded, EncodeOrder, RebuildOrder, Rebuilt, StripeOrder
-from megatron_ft.smp.store import MATRIX_OF
 from tests.support.erasure_samples import ThreadTransport, ThreadWorld
 
 BLOCK_BYTES = 4096
@@ -48,12 +46,10 @@ def header_of(shard_id: str, stripes: Sequence[StripePlan]) -> ArenaHeader:
         incarnation=1,
         lineage=(Ancestor(1, None),),
         codec=stripe.kind,
-        matrix=MATRIX_OF[stripe.kind],
         data_members=stripe.data_members,
         parity_members=stripe.parity_members,
         member_index=stripe.members.index(shard_id),
         members=stripe.members,
-        digest_algorithm=default_algorithm(),
         geometry=Geometry.for_stripe(
             slot_count=1,
             required_bytes=stripe.data_bytes,
@@ -90,7 +86,6 @@ def open_arenas(folder: Path, stack: ExitStack) -> OpenSnapshot:
             arena.data(SLOT),
             record,
             header.geometry.block_bytes,
-            header.digest_algorithm,
             str(path),
         )
     info = SnapshotInfo(record.snapshot, record.iteration, "protected")
@@ -199,7 +194,6 @@ class ArenaFolder:
             parity_members=plan.parity_members,
             data_bytes=plan.data_bytes,
             block_bytes=BLOCK_BYTES,
-            digest_algorithm=default_algorithm(),
             members=plan.members,
             world_ranks=world_ranks,
             arenas={shard: str(arena_path(self.folder, shard)) for shard in local},

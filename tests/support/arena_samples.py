@@ -20,12 +20,10 @@ def make_header(**changes: Any) -> ArenaHeader:
         "incarnation": 7,
         "lineage": (Ancestor(5, None), Ancestor(7, SnapshotId(5, 90))),
         "codec": "rs",
-        "matrix": 1,
         "data_members": 2,
         "parity_members": 1,
         "member_index": 1,
         "members": MEMBERS,
-        "digest_algorithm": 2,
         "geometry": Geometry(2, 12288, 6144, 1024),
     }
     return ArenaHeader(**(values | changes))

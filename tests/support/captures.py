@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from megatron_ft.arena.arena import Arena
-from megatron_ft.arena.digest import default_algorithm
 from megatron_ft.arena.format import ArenaHeader, Geometry, Permit, SlotState
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import error_class
@@ -95,12 +94,10 @@ class FakeSmp:
                 incarnation=1,
                 lineage=(Ancestor(1, None),),
                 codec="none",
-                matrix=0,
                 data_members=1,
                 parity_members=0,
                 member_index=0,
                 members=(self.shard_id,),
-                digest_algorithm=default_algorithm(),
                 geometry=geometry,
             )
             self.arena = Arena.create(self.path, header)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from megatron_ft.checkpoint.disk_format import DiskCalls, folder_name
 from megatron_ft.checkpoint.drain import publish, write_shards
-from megatron_ft.checkpoint.drained import clean_up, clear_unfinished
+from megatron_ft.checkpoint.drained import clean_up, clear_unfinished, open_checkpoint
 from megatron_ft.checkpoint.live import open_live
-from megatron_ft.checkpoint.load import open_checkpoint
 from megatron_ft.checkpoint.source import OpenSnapshot, open_newest
 from tests.support.disk_samples import JOB, Memory
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,6 @@ import numpy as np
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import required_bytes, seal
 from megatron_ft.arena.format import (
-    MATRIX_CAUCHY,
     ArenaHeader,
     Geometry,
     SlotHeader,
@@ -21,12 +18,9 @@ from megatron_ft.arena.format import (
 )
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.core.shard import ShardLayout, TensorSpec, pack_meta, plan_layout
-from megatron_ft.erasure.member import code_of, member_of, parity_digests_of, parity_root
-from tests.support.bit_flips.stripe import code_rows
 
 JOB = uuid.UUID(int=7)
 BLOCK = 1024
-ALGORITHM = 2
 SHARDS = ("dp0", "dp1")
 
 
@@ -61,11 +55,10 @@ class Memory:
         slots: int = 2,
         width: int = 100,
         block_bytes: int = BLOCK,
-        algorithm: int = ALGORITHM,
         parity: int = 0,
     ) -> None:
         self.root, self.job, self.shards = root, job, tuple(shards)
-        self.layout, self.algorithm, self.parity = layout(width), algorithm, parity
+        self.layout, self.parity = layout(width), parity
         room = required_bytes(self.layout.tensor_bytes, 4096, BLOCK)
         self.geometry = Geometry.for_stripe(
             slot_count=slots,
@@ -90,12 +83,10 @@ class Memory:
             incarnation=1,
             lineage=(Ancestor(1, None),),
             codec="rs" if self.parity else "none",
-            matrix=MATRIX_CAUCHY if self.parity else 0,
             data_members=len(self.shards) - self.parity,
             parity_members=self.parity,
             member_index=index,
             members=self.shards,
-            digest_algorithm=self.algorithm,
             geometry=self.geometry,
         )
 
@@ -132,30 +123,11 @@ class Memory:
                 meta=pack_meta(self.layout.to_bytes(), {"iteration": iteration}),
                 layout_hash=self.layout.hash(),
                 block_bytes=BLOCK,
-                algorithm=ALGORITHM,
             )
             del data
             header = SlotHeader(state, snapshot, iteration, True, record)
             arena.write_slot(index, header)
         return record
-
-    def protect(self, sequence: int, iteration: int) -> SnapshotId:
-        """A snapshot in all arenas with its parity, as encoders would have left it."""
-        snapshot, slot = SnapshotId(1, sequence), sequence % 2
-        records = [self.commit_one(s, snapshot, iteration) for s in self.shards]
-        with ExitStack() as opened:
-            arenas = [opened.enter_context(Arena.open(self.path(s))) for s in self.shards]
-            code = code_of(arenas[0].header)
-            views = [member_of(a, slot, a.slot(slot), writable=True) for a in arenas]
-            code_rows(code, views)
-            for arena, view in zip(arenas, views, strict=True):
-                view.parity_digests[:] = parity_digests_of(code, view.parity)
-                root = parity_root(view.parity_digests)
-                header = replace(arena.slot(slot), parity_valid=True, parity_root=root)
-                arena.write_slot(slot, replace(header, stripe_table=tuple(records)))
-            views.clear()
-            del view
-        return snapshot
 
     def flip(self, shard_id: str, sequence: int, at: int = 0) -> None:
         """Change one byte of a snapshot in place."""

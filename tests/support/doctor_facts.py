@@ -9,19 +9,14 @@ import msgspec
 from megatron_ft.arena.limits import MemoryReading
 from megatron_ft.cli.doctor.facts import (
     ArenaPlace,
-    Clock,
-    DrainPlace,
-    ExportFolder,
-    ExportPlace,
     Facts,
     NodeFacts,
-    Rates,
+    SharedFolder,
     TrainerFacts,
+    TrialRank,
     Wishes,
     WorldFacts,
-    WorldRank,
 )
-from megatron_ft.cli.doctor.pairs import all_pairs
 from megatron_ft.core.scheme import Scheme
 
 GIB = 1 << 30
@@ -38,9 +33,9 @@ def wishes(**changes: Any) -> Wishes:
         ranks_per_node=8,
         slot_count=2,
         shard_bytes=10 * GIB,
-        shard_source="--shard-gib",
         drain_dir="/drain",
         drain_keep=2,
+        export_dir="/exports",
         megatron=True,
     )
     return msgspec.structs.replace(good, **changes)
@@ -50,24 +45,12 @@ def node(name: str, **changes: Any) -> NodeFacts:
     inode = 100 + NODES.index(name)
     good = NodeFacts(
         machine=f"boot-{name}",
-        host=name,
         user=1000,
-        python="3.11.7",
-        packages=PACKAGES,
         code="c0de",
-        cpus=64,
-        began=1000.1,
-        ended=1001.0,
-        locked_memory=-1,
-        descriptors=65536,
-        descriptors_hard=-1,
-        remove_ipc=False,
-        lingers=False,
         cgroup=STEP.format("1"),
+        removes_ipc=False,
         arena=arena(inode=inode),
-        rates=Rates(10e9, 9e9, 5e9),
-        drain=DrainPlace(1e9, ".token", 1 << 50),
-        exports={"/exports": ExportPlace(same=True, locked=True)},
+        folders=folders(),
     )
     return msgspec.structs.replace(good, **changes)
 
@@ -83,19 +66,26 @@ def arena(**changes: Any) -> ArenaPlace:
 
 def trainer(name: str, **changes: Any) -> TrainerFacts:
     inode = 100 + NODES.index(name)
-    good = TrainerFacts("3.11.7", "/usr/bin/python3", PACKAGES, 64, STEP.format("2"), 5, inode)
+    good = TrainerFacts("3.11.7", "/usr/bin/python3", PACKAGES, STEP.format("2"), 5, inode)
     return msgspec.structs.replace(good, **changes)
 
 
 def world(**changes: Any) -> WorldFacts:
-    fabric = "UCX_TLS=rc"
-    joined = {n: WorldRank("Open MPI v5", fabric, 5, 100 + i) for i, n in enumerate(NODES)}
-    good = WorldFacts(joined, dict.fromkeys(all_pairs(NODES), 20e9), "Open MPI 5")
+    good = WorldFacts({n: rank(n) for n in NODES})
     return msgspec.structs.replace(good, **changes)
 
 
-def exports(**changes: Any) -> ExportFolder:
-    return msgspec.structs.replace(ExportFolder("--drain-export-dir", "/exports"), **changes)
+def rank(name: str, **changes: Any) -> TrialRank:
+    good = TrialRank(name, "Open MPI v5", len(NODES), 5, 100 + NODES.index(name))
+    return msgspec.structs.replace(good, **changes)
+
+
+def folders(name: str = "", **changes: Any) -> dict[str, SharedFolder]:
+    """The shared folders of a node, one of them changed."""
+    good = {path: SharedFolder(same=True, free_bytes=1 << 50) for path in ("/drain", "/exports")}
+    return {
+        p: msgspec.structs.replace(f, **(changes if p == name else {})) for p, f in good.items()
+    }
 
 
 def facts(**changes: Any) -> Facts:
@@ -103,11 +93,9 @@ def facts(**changes: Any) -> Facts:
         wishes=wishes(),
         nodes={name: node(name) for name in NODES},
         trainers={name: trainer(name) for name in NODES},
-        clocks={name: Clock(-0.4, 0.3) for name in NODES},
         world=world(),
-        drain_tokens=dict.fromkeys(NODES, ".token"),
-        no_kill="set",
-        exports=(exports(),),
+        seen_here={"/drain": NODES, "/exports": NODES},
+        no_kill=True,
     )
     return msgspec.structs.replace(good, **changes)
 

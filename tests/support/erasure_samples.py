@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 
 def make_code(
-    kind: str, k: int, m: int, lengths: Sequence[int], block_bytes: int = 1024, algorithm: int = 1
+    kind: str, k: int, m: int, lengths: Sequence[int], block_bytes: int = 1024
 ) -> StripeCode:
     """The code of a stripe whose members have these many bytes of tensors."""
     needed = [required_bytes(length, len(META), block_bytes) for length in lengths]
-    return StripeCode(kind, k, m, padded_bytes(needed, k, block_bytes), block_bytes, algorithm)
+    return StripeCode(kind, k, m, padded_bytes(needed, k, block_bytes), block_bytes)
 
 
 def make_member(code: StripeCode, member: int, length: int, **changes: Any) -> MemberView:
@@ -47,7 +47,6 @@ def make_member(code: StripeCode, member: int, length: int, **changes: Any) -> M
         "meta": META,
         "layout_hash": b"h" * 32,
         "block_bytes": code.block_bytes,
-        "algorithm": code.digest_algorithm,
     }
     record = seal(data, **(values | changes))
     data.flags.writeable = False

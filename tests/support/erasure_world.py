@@ -18,7 +18,7 @@ from megatron_ft.launchers.launcher import Launcher, Placement
 from megatron_ft.launchers.mpirun import MpiLauncher, find_mpi
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.world import WorldProcess
-from megatron_ft.supervisor.tcp_world import TcpWorldProcess
+from megatron_ft.supervisor.encoder_world import TcpWorldProcess
 
 JOB = "00112233-4455-6677-8899-aabbccddeeff"
 ROOT = Path(__file__).parents[2]

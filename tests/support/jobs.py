@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.config import SETTINGS, SnapshotConfig
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.process_tools import free_port
@@ -19,7 +20,7 @@ from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.failures import RestartBudget
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.orders import Sizes, Timing
+from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import Stop, Supervisor
 from tests.programs.gated_training import GATE
@@ -80,10 +81,11 @@ class WarmCluster(NetworkedCluster):
             return super().start(node, argv, env, log_path, stdin)
         self._require([node])
         namespace = "" if self.network is None else self.network.namespace_path(node)
-        child = self.warm.start(argv[1:], self._marked(node, env), log_path, namespace)
+        given = self._marked(node, self.on_device(node, env))
+        child = self.warm.start(argv[1:], given, log_path, namespace)
         self.waiting.append(child)
         tree = env.get(TREE, "")
-        process = self._placed(self._kind(node, child.pid, child, tree))  # type: ignore[arg-type]
+        process = self._placed(self.process_kind(node, child.pid, child, tree))  # type: ignore[arg-type]
         self._end_if_lost([node], process)
         return process
 
@@ -104,7 +106,7 @@ class Job:
     from_scratch: bool = False
     checkpoint_dir: Path | None = None
     slots: int = 2
-    sizes: Sizes = Sizes()
+    block_bytes: int = BLOCK_BYTES
     drain_dir: Path | None = None
     drain_interval: int = 0
     drain_export_dir: Path | None = None
@@ -116,7 +118,6 @@ class Job:
     expected_mtbf_hours: float = 3.0
     transport: str = "auto"
     domains: Mapping[str, str] = field(default_factory=dict)
-    on_hang: str = "restart"
     hang_seconds: float = 600.0
     register_timeout_seconds: float = 600.0
     on_no_spare: str = "stop"
@@ -168,7 +169,7 @@ class Job:
             ranks_per_node=self.ranks_per_node,
             trainer_per_node=self.trainer_per_node,
             settings=self.settings(),
-            sizes=self.sizes,
+            block_bytes=self.block_bytes,
             from_scratch=self.from_scratch,
             log_dir=self.folder / "logs",
             environment={**self.environment, **self._gate_variable()},

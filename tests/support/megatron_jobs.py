@@ -67,7 +67,7 @@ class Program:
 
 def packaged(megatron: Path) -> Program:
     """Our own program on a release of megatron-core in the folder ``megatron``."""
-    return Program(("-m", "megatron_ft.cli.demo.pretrain_gpt"), megatron)
+    return Program(("-m", "tests.programs.pretrain_gpt"), megatron)
 
 
 def stock(checkout: Path) -> Program:

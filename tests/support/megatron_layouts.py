@@ -22,7 +22,7 @@ class Layout:
 
     name: str
     ranks: int
-    flags: Flags
+    flags: Flags = ()
     scheme: str = "xor:2"
     ranks_per_node: int = 1
     nodes_lost: tuple[int, ...] = (1,)

@@ -8,19 +8,22 @@ would test something that no cluster can do.
 from __future__ import annotations
 
 import asyncio
+import shlex
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from megatron_ft.core import procfs
 from megatron_ft.core.environment import NODE
 from megatron_ft.core.errors import NoMpiError
 from megatron_ft.launchers.launcher import UNKNOWN_EXIT, NodeUnreachable
 from megatron_ft.launchers.mpirun import MpiKind, MpiLauncher
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.virtual import VirtualCluster
-from megatron_ft.launchers.world import Spread
+from megatron_ft.launchers.world import Spread, WorldProcess
 
 HOST = "host"
 """The place of a process that is on no node."""
@@ -111,10 +114,8 @@ def _write_agent(path: Path, network: Network, nodes: Sequence[str]) -> None:
     path.chmod(0o700)
 
 
-def spread_over(
-    network: Network, place: str, nodes: Sequence[str], mpi: MpiLauncher, scratch: Path
-) -> Spread:
-    """A world with a rank on each of ``nodes``, started from ``place``.
+def spread_over(network: Network, nodes: Sequence[str], mpi: MpiLauncher, scratch: Path) -> Spread:
+    """A world with a rank on each of ``nodes``.
 
     ``scratch`` is an empty folder for the world.  NoMpiError for any but Open MPI.
     """
@@ -128,8 +129,6 @@ def spread_over(
     return Spread(
         hosts=[network.address(node) for node in nodes],
         settings=_mpi_settings(network, agent),
-        entered=partial(network.entered, place),
-        near=lambda node: not node or network.connected(place, node),
     )
 
 
@@ -145,6 +144,17 @@ def _mpi_settings(network: Network, agent: Path) -> Mapping[str, str]:
     }
 
 
+def _near_world(near: Callable[[str], bool]) -> type[WorldProcess]:
+    """A world whose ranks are ended only where the supervisor reaches them."""
+
+    class NearWorld(WorldProcess):
+        def _is_member(self, pid: int) -> bool:
+            node = procfs.read_environment(pid).get(NODE, "")
+            return super()._is_member(pid) and (not node or near(node))
+
+    return NearWorld
+
+
 class NetworkedCluster(VirtualCluster):
     """A VirtualCluster whose nodes may have a network each, to be cut.
 
@@ -158,6 +168,9 @@ class NetworkedCluster(VirtualCluster):
     def use_network(self, network: Network | None, place: str = HOST) -> None:
         """Have processes that start from now on be in this network; before any is started."""
         self.network, self._place = network, place
+        if network is not None:
+            self.process_kind = RemoteProcess
+            self.world_kind = _near_world(self._near)
 
     def move_supervisor(self, place: str) -> None:
         """The next supervisor is at another place of the network than the one before."""
@@ -167,27 +180,35 @@ class NetworkedCluster(VirtualCluster):
         """The node's own address where there is a network."""
         return super().address(node) if self.network is None else self.network.address(node)
 
-    def interface(self, node: str) -> str:
-        """The node's device where there is a network."""
-        return super().interface(node) if self.network is None else self.network.interface(node)
-
-    def _spawn(
-        self,
-        node: str,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        log_path: Path,
-        stdin: bytes | None,
+    def start(
+        self, node: str, argv: Sequence[str], env: Mapping[str, str], *more: Any
     ) -> LocalProcess:
-        command = argv if self.network is None else self.network.entered(node, argv)
-        return self._placed(self._kind.spawn(node, command, env, log_path, stdin))
+        """Start a process in the node's network, on whose device gloo is to be; see Launcher."""
+        if self.network is not None:
+            argv = self.network.entered(node, argv)
+        return self._placed(super().start(node, argv, self.on_device(node, env), *more))
 
-    def _watch(self, node: str, pid: int, start_time: int | None) -> LocalProcess:
-        return self._placed(self._kind.attach(node, pid, start_time))
+    def on_device(self, node: str, env: Mapping[str, str]) -> dict[str, str]:
+        """An environment in which gloo takes the node's device."""
+        device = (
+            {} if self.network is None else {"GLOO_SOCKET_IFNAME": self.network.interface(node)}
+        )
+        return {**device, **env}
 
-    @property
-    def _kind(self) -> type[LocalProcess]:
-        return LocalProcess if self.network is None else RemoteProcess
+    def attach(self, node: str, pid: int, start_time: int | None = None) -> LocalProcess:
+        """Take over a process; see Launcher."""
+        return self._placed(super().attach(node, pid, start_time))
+
+    def mpi(self) -> MpiLauncher:
+        """The MPI launcher, at the supervisor's place."""
+        found = super().mpi()
+        if self.network is None:
+            return found
+        entered = shlex.join(self.network.entered(self._place, [str(found.path)]))
+        program = self.job_dir / f"mpirun-{self._place}"
+        program.write_text(f'#!/bin/sh\nexec {entered} "$@"\n')
+        program.chmod(0o700)
+        return replace(found, path=program)
 
     def _placed(self, process: LocalProcess) -> LocalProcess:
         if isinstance(process, RemoteProcess):
@@ -202,7 +223,7 @@ class NetworkedCluster(VirtualCluster):
         if self.network is None:
             return spread
         scratch.mkdir(parents=True, mode=0o700)
-        return spread_over(self.network, self._place, nodes, self.mpi(), scratch)
+        return spread_over(self.network, nodes, self.mpi(), scratch)
 
     def _require(self, nodes: Sequence[str]) -> None:
         away = sorted({node for node in nodes if not self._near(node)})

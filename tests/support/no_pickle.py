@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft.checkpoint.load import open_checkpoint
+from megatron_ft.checkpoint.drained import open_checkpoint
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.core.errors import UNREADABLE
 from megatron_ft.core.objects import MAGIC

@@ -140,7 +140,6 @@ def capture(node: SmpNode, shard_id: str = "dp0") -> m.Sealed:
             meta=b"meta",
             layout_hash=bytes(32),
             block_bytes=65536,
-            algorithm=arena.header.digest_algorithm,
         )
         del data
     return m.Sealed(record)

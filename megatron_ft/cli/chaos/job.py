@@ -11,8 +11,7 @@ import asyncio
 import json
 import os
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -27,10 +26,8 @@ from megatron_ft.core.fault_plan import PLAN_NAME
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.virtual import VirtualCluster
-from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.orders import Sizes
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import Supervisor
 
@@ -46,7 +43,7 @@ class JobFile(msgspec.Struct, frozen=True):
 
     ``cluster_class`` names a subclass of ChaosCluster as ``module:name``; ``warm``, a server that
     forks processes, is for such a subclass.  With ``bare`` trainers get no variable of ours but
-    the trace's.  ``costs`` has times of every shard recorded as well.
+    the trace's.
     """
 
     name: str
@@ -58,7 +55,6 @@ class JobFile(msgspec.Struct, frozen=True):
     ranks_per_node: int = 1
     slots: int = 2
     block_bytes: int = 16384
-    crc: bool = True
     snapshot_interval: int = 2
     drain_interval: int = 0
     lease: float = 4.0
@@ -69,7 +65,6 @@ class JobFile(msgspec.Struct, frozen=True):
     environment: dict[str, str] = {}
     transport: str = "auto"
     bare: bool = False
-    costs: bool = False
     cluster_class: str = ""
     warm: str = ""
 
@@ -127,7 +122,7 @@ class JobFile(msgspec.Struct, frozen=True):
                 drain_interval=self.drain_interval,
                 transport=self.transport,
             ),
-            sizes=Sizes(self.block_bytes, self.crc),
+            block_bytes=self.block_bytes,
             log_dir=self.place / self.logs,
             environment={**environment, **self.environment},
         )
@@ -235,37 +230,17 @@ class EventFile:
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self.supervisor: Supervisor | None = None
+        self.incarnation: Callable[[], int] = lambda: 0
 
-    def follow(self, supervisor: Supervisor, costs: bool) -> None:
-        """Record the events of a supervisor, with ``costs`` also what SMPs report to it."""
-        self.supervisor = supervisor
-        supervisor.observers.add(self.on_event)
-        if costs:
-            supervisor.coordinator.listeners.append(self.on_message)
+    def follow(self, supervisor: Supervisor) -> None:
+        """Record the events of a supervisor."""
+        self.incarnation = lambda: supervisor.coordinator.incarnation
+        supervisor.observers.add(self.record)
 
-    def on_event(self, event: JobEvent) -> None:
-        """Record an event of the supervisor."""
-        self._write(event.kind, event.text, event.monotonic, event.fields)
-
-    def on_message(self, event: m.NodeEvent) -> None:
-        """Record times that an SMP reports; everything else is an event anyway."""
-        body = event.body
-        if isinstance(body, m.CaptureCost):
-            fields = {"snapshot": str(body.snapshot), "stall_seconds": body.stall_seconds}
-            self._write("capture_cost", "", time.monotonic(), fields)
-        elif isinstance(body, m.Restored | m.Rebuilt):
-            kind = f"shard_{type(body).__name__.lower()}"
-            of = {"seconds": body.seconds, "incarnation": event.incarnation}
-            self._write(kind, "", time.monotonic(), of)
-
-    def emit(self, kind: str, text: str, **fields: object) -> None:
-        """Record an event of this process."""
-        self._write(kind, text, time.monotonic(), fields)
-
-    def _write(self, kind: str, text: str, at: float, fields: Mapping[str, object]) -> None:
-        incarnation = 0 if self.supervisor is None else self.supervisor.coordinator.incarnation
-        line = {"at": at, "kind": kind, "text": text, "incarnation": incarnation, **fields}
+    def record(self, event: JobEvent) -> None:
+        """Record an event of the supervisor, or of this process."""
+        known = {"at": event.monotonic, "kind": event.kind, "text": event.text}
+        line = {**known, "incarnation": self.incarnation(), **event.fields}
         os.write(self._descriptor, json.dumps(line, default=str).encode() + b"\n")
 
 
@@ -273,19 +248,21 @@ def main(arguments: Sequence[str]) -> int:
     """Lead the job to its end.  Exit codes: 0 finished, 1 stopped by an error that was recorded."""
     job = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=JobFile)
     events = EventFile(job.place / EVENTS)
-    events.emit("supervisor", f"supervisor {os.getpid()} started", pid=os.getpid())
+    started = f"supervisor {os.getpid()} started"
+    events.record(JobEvent("supervisor", started, {"pid": os.getpid()}))
     try:
         with JobState(job.state_dir, job.name) as state:
             supervisor = Supervisor(job.spec(), job.cluster(), state)
-            events.follow(supervisor, job.costs)
+            events.follow(supervisor)
             asyncio.run(supervisor.run())
-    except MegatronFTError as error:
-        events.emit("stopped", f"{type(error).__name__}: {error}", error=type(error).__name__)
-        return 1
     except BaseException as error:
-        events.emit("crashed", f"{type(error).__name__}: {error}", error=type(error).__name__)
+        ours, name = isinstance(error, MegatronFTError), type(error).__name__
+        kind = "stopped" if ours else "crashed"
+        events.record(JobEvent(kind, f"{name}: {error}", {"error": name}))
+        if ours:
+            return 1
         raise
-    events.emit("ended", "the job has ended")
+    events.record(JobEvent("ended", "the job has ended"))
     return 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Callable
 
 import msgspec
 
@@ -14,8 +13,6 @@ from megatron_ft.cli.chaos.trace import Lines, read_traces
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.process_tools import last_lines
 from megatron_ft.supervisor.processes import TrainerFleet
-
-POLL_SECONDS = 0.02
 
 
 class OracleError(MegatronFTError):
@@ -35,19 +32,17 @@ def oracle_traces(settings: ChaosSettings) -> dict[int, Lines]:
     return read_traces(folder / "trace", settings.ranks)
 
 
-def run_oracle(job: JobFile, poll: Callable[[], None] | None = None) -> None:
+def run_oracle(job: JobFile) -> None:
     """Run the job's command on all ranks to its end; OracleError if a rank fails.
 
-    No SMP and no encoder is started.  ``poll`` is called meanwhile, and once at the end.
-    No process is left, however it ends.
+    No SMP and no encoder is started.  No process is left, however it ends.
     """
-    asyncio.run(_run(job, poll))
+    asyncio.run(_run(job))
 
 
-async def _run(job: JobFile, poll: Callable[[], None] | None) -> None:
+async def _run(job: JobFile) -> None:
     cluster = job.cluster()
     fleet = TrainerFleet(cluster, job.spec())
-    polling = asyncio.create_task(_poll(poll)) if poll else None
     try:
         fleet.start(job.node_names[: job.nodes], 1, {})
         first = await fleet.ended()
@@ -58,17 +53,5 @@ async def _run(job: JobFile, poll: Callable[[], None] | None) -> None:
                 f"end of {log}:\n{last_lines(log)}"
             )
     finally:
-        if polling is not None:
-            polling.cancel()
-            await asyncio.gather(polling, return_exceptions=True)
         await fleet.kill_all()
         cluster.destroy()
-
-
-async def _poll(poll: Callable[[], None]) -> None:
-    try:
-        while True:
-            poll()
-            await asyncio.sleep(POLL_SECONDS)
-    finally:
-        poll()

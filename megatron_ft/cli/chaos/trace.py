@@ -101,17 +101,14 @@ class TraceLine(msgspec.Struct, frozen=True):
 
     ``loss`` is float.hex of what the step returned, None where this rank has none (Megatron's
     log lines average the first two).  ``samples`` name what this rank read: indices, or
-    checksums of the contents.  ``step_seconds`` is the step alone, ``seconds`` the time since
-    the last step ended, so with snapshots, checkpoints and logging, ``time`` the end of the step
-    in seconds since the epoch.
+    checksums of the contents.  ``seconds`` is the time since the last step ended, so with
+    snapshots, checkpoints and logging, ``time`` the end of the step in seconds since the epoch.
     """
 
-    rank: int
     incarnation: int
     iteration: int
     loss: str | None
     samples: list[int]
-    step_seconds: float
     seconds: float
     time: float
 
@@ -128,7 +125,7 @@ class TraceWriter:
     """Appends this rank's TraceLines."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._trace, self._rank = Trace(folder, rank), rank
+        self._trace = Trace(folder, rank)
         self._incarnation = int(os.environ.get(INCARNATION, "0"))
         self._samples: list[int] = []
         self._last_end: float | None = None
@@ -147,11 +144,9 @@ class TraceWriter:
         since = started if self._last_end is None else self._last_end
         self._trace.write(
             iteration,
-            rank=self._rank,
             incarnation=self._incarnation,
             loss=None if loss is None else loss.hex(),
             samples=self._samples,
-            step_seconds=round(ended - started, 6),
             seconds=round(ended - since, 6),
             time=round(time.time(), 3),
         )
@@ -159,10 +154,7 @@ class TraceWriter:
 
 
 class TraceTail:
-    """Reads one rank's TraceLines, also while they are being written.
-
-    A rank of a user's that is killed while it writes leaves half a line in the middle of a file.
-    """
+    """Reads one rank's TraceLines, also while they are being written."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
@@ -175,22 +167,12 @@ class TraceTail:
             file.seek(self._offset)
             complete = file.read().rpartition(b"\n")[0]
         self._offset += len(complete) + bool(complete)
-        return [line for text in complete.split(b"\n") if (line := parse_line(text)) is not None]
+        return [_DECODER.decode(line) for line in complete.splitlines()]
 
 
 def read_trace(folder: Path, rank: int) -> list[TraceLine]:
     """All complete lines of a rank in the order written, [] if there is no file."""
     return TraceTail(trace_path(folder, rank)).read()
-
-
-def parse_line(text: bytes) -> TraceLine | None:
-    """The line in ``text``, or None where only a part of one was written."""
-    for start in (0, text.rfind(b'{"')):
-        try:
-            return _DECODER.decode(text[start:])
-        except msgspec.MsgspecError:
-            continue
-    return None
 
 
 def final_lines(lines: Sequence[TraceLine]) -> dict[int, TraceLine]:

@@ -1,7 +1,7 @@
 """Train a small GPT with Megatron-LM, break it, and compare with an unbroken run.
 
   megatron-ft demo
-  megatron-ft demo --tp 2 --pp 2 --seed 7 --plot loss.png --json report.json
+  megatron-ft demo --tp 2 --pp 2 --seed 7 --json report.json
   megatron-ft demo --protect rs:2+2 --lose 2
 
 Four virtual nodes on this machine train, with one in reserve.  A trainer is killed in the
@@ -19,15 +19,15 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Mapping
-from importlib.util import find_spec
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ft.cli.common import say
-from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
+from megatron_ft.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_ft.cli.demo.settings import DemoFolders, DemoSettings
+    from megatron_ft.cli.demo.settings import DemoSettings
 
 EXIT_CODES: Mapping[int, str] = {
     0: "everything is identical",
@@ -62,46 +62,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--iterations", type=int, default=40, help="length (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="who is hit, and when (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report there")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw both losses there")
-    parser.add_argument(
-        "--keep",
-        type=Path,
-        metavar="DIR",
-        help="new folder for logs, traces and final states (default: a temporary one, without "
-        "the large files)",
-    )
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the demo; see EXIT_CODES."""
     from megatron_ft.cli.demo.report import show
     from megatron_ft.cli.demo.run import Demo
+    from megatron_ft.cli.demo.settings import DemoFolders
 
     settings = settings_from(arguments)
-    _check_outputs(arguments)
-    folders = make_folders(arguments.keep)
-    demo = Demo(settings, folders)
+    report_path: Path | None = arguments.json
+    # Complain now about what could not be written in a few minutes.
+    if report_path is not None and not report_path.resolve().parent.is_dir():
+        raise ConfigError(f"--json {report_path}: there is no folder {report_path.parent}")
+    folders = DemoFolders(Path(tempfile.mkdtemp(prefix="megatron-ft-demo-")))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        report = demo.run()
+        report = Demo(settings, folders).run()
     except KeyboardInterrupt:
         say("interrupted: every process is ended and the memory is free again")
-        if arguments.keep is None:
-            shutil.rmtree(folders.root, ignore_errors=True)
+        shutil.rmtree(folders.root, ignore_errors=True)
         return _INTERRUPTED
     except Exception:
         say(f"the demo could not be carried through; logs are in {folders.logs}")
         raise
     show(report)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report.as_json(), indent=1) + "\n")
-    if arguments.plot is not None:
-        from megatron_ft.cli.demo.plot import draw
-
-        draw(arguments.plot, report, *map(demo.traces, (folders.protected, folders.oracle)))
-    say(f"logs and traces: {folders.root}   ({report.seconds:.0f} s in all)")
-    if arguments.keep is None:
-        _remove_large_files(folders)
+    if report_path is not None:
+        report_path.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+    if report.exit_code == 0:
+        shutil.rmtree(folders.root, ignore_errors=True)
+    else:
+        say(f"logs and traces: {folders.root}")
     return report.exit_code
 
 
@@ -109,45 +100,10 @@ def settings_from(arguments: argparse.Namespace) -> DemoSettings:
     """The demo that the flags describe; ConfigError or ProtectionError if it makes no sense."""
     from megatron_ft.cli.demo.settings import DemoFolders, DemoSettings, job_of
 
-    settings = DemoSettings(
-        tp=arguments.tp,
-        pp=arguments.pp,
-        nodes=arguments.nodes,
-        spares=max(1, arguments.lose) if arguments.spares is None else arguments.spares,
-        ranks_per_node=arguments.ranks_per_node,
-        protect=arguments.protect,
-        iterations=arguments.iterations,
-        seed=arguments.seed,
-        lose=arguments.lose,
-    )
+    given = {field.name: getattr(arguments, field.name) for field in fields(DemoSettings)}
+    if arguments.spares is None:
+        given["spares"] = max(1, arguments.lose)
+    settings = DemoSettings(**given)
     # What the job would refuse is refused here, before anything is written.
     job_of(settings, DemoFolders(Path()), Path(), "demo").spec()
     return settings
-
-
-def make_folders(keep: Path | None) -> DemoFolders:
-    """The demo's folders; ConfigError if ``keep`` holds something already."""
-    from megatron_ft.cli.demo.settings import DemoFolders
-
-    if keep is None:
-        return DemoFolders(Path(tempfile.mkdtemp(prefix="megatron-ft-demo-")))
-    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise ConfigError(f"--keep {keep} is not empty; give a new folder")
-    keep.mkdir(parents=True, exist_ok=True)
-    return DemoFolders(keep.resolve())
-
-
-def _check_outputs(arguments: argparse.Namespace) -> None:
-    """Complain now about what could not be written in a few minutes."""
-    for flag, path in (("--json", arguments.json), ("--plot", arguments.plot)):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ConfigError(f"{flag} {path}: there is no folder {path.resolve().parent}")
-    if arguments.plot is not None and find_spec("matplotlib") is None:
-        raise MissingEnvironmentError("--plot needs matplotlib: pip install 'megatron-ft[demo]'")
-
-
-def _remove_large_files(folders: DemoFolders) -> None:
-    shutil.rmtree(folders.corpus, ignore_errors=True)
-    for trace in (folders.protected, folders.oracle):
-        for path in trace.glob("final-rank*.pt"):
-            path.unlink()

@@ -12,26 +12,19 @@ all that Megatron's data, tensor, pipeline and expert parallel paths call.
 from __future__ import annotations
 
 import collections
-import copy
-import filecmp
 import functools
 import importlib.util
 import logging
 import os
-import sys
-import time
 import types
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from megatron_ft.megatron import versions
 
 _PRETENDED_BYTES = 1 << 34
-_HELPER = "megatron.core.datasets.helpers_cpp"
 
 # torch and torch.Tensor, torch.cuda and others are changed in ways that their types forbid.
 _cuda: Any = torch.cuda
@@ -102,7 +95,7 @@ class _Idle:
     cuda_stream = stream_id = 0
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        self._recorded_at = 0.0
+        pass
 
     def __enter__(self) -> _Idle:
         return self
@@ -110,25 +103,15 @@ class _Idle:
     def __exit__(self, *_exception: object) -> None:
         pass
 
-    def record(self, stream: Any = None) -> None:
-        self._recorded_at = time.perf_counter()
+    def _return_self(self, *_args: Any, **_kwargs: Any) -> _Idle:
+        return self
 
-    def record_event(self, event: _Idle | None = None) -> _Idle:
-        event = event or _Idle()
-        event.record()
-        return event
+    record = record_event = query = wait = _return_self
+    synchronize = wait_stream = wait_event = _return_self
 
     def elapsed_time(self, other: _Idle) -> float:
-        """Milliseconds from this event to ``other``."""
-        return 1000.0 * (other._recorded_at - self._recorded_at)
-
-    def query(self) -> bool:
-        return True
-
-    def wait(self, other: Any = None) -> None:
-        pass
-
-    synchronize = wait_stream = wait_event = wait
+        """No milliseconds."""
+        return 0.0
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
@@ -225,52 +208,17 @@ def replace_generators() -> None:
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
 
-def keep_data_loader_off_the_generator() -> None:
-    """Keep the generator where it is when a data loader draws its base seed.
-
-    With a real device that is not the generator of dropout, so it must not move here either.
-    """
-    loader: Any = DataLoader
-    iterate, generator = loader.__iter__, torch.default_generator
-
-    @functools.wraps(iterate)
-    def iterate_quietly(self: Any) -> Any:
-        state = generator.get_state()
-        iterator = iterate(self)
-        generator.set_state(state)
-        return iterator
-
-    loader.__iter__ = iterate_quietly
-
-
 def _module(name: str) -> Any:
     return importlib.import_module(name)
 
 
 def find_dataset_helper() -> None:
-    """Use the built dataset helper of an installed megatron-core instead of running ``make``.
+    """Use the built dataset helper of the installed megatron-core instead of running ``make``.
 
-    The package holds no Makefile, and a checkout's may ask another Python for its headers.
-    A checkout without a built helper borrows the package's if both have the same source;
-    else Megatron builds it as ever.
+    The package holds no Makefile.
     """
-    utils = _module("megatron.core.datasets.utils")
-    if importlib.util.find_spec(_HELPER) is not None or _borrow_dataset_helper():
-        utils.compile_helpers = lambda: None
-
-
-def _borrow_dataset_helper() -> bool:
-    # A checkout and the package are parts of one namespace: the checkout comes first.
-    folders = [Path(part) / "core" / "datasets" for part in _module("megatron").__path__]
-    sources = [source for folder in folders if (source := folder / "helpers.cpp").is_file()]
-    for source in sources:
-        if filecmp.cmp(source, sources[0], shallow=False):
-            for built in source.parent.glob("helpers_cpp*.so"):
-                spec: Any = importlib.util.spec_from_file_location(_HELPER, built)
-                sys.modules[_HELPER] = helper = importlib.util.module_from_spec(spec)
-                spec.loader.exec_module(helper)
-                return True
-    return False
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        _module("megatron.core.datasets.utils").compile_helpers = lambda: None
 
 
 def skip_jit_warmup() -> None:
@@ -281,84 +229,12 @@ def skip_jit_warmup() -> None:
     _module("megatron.training.initialize")._warmup_jit_function = lambda *args, **kwargs: None
 
 
-def allow_sequence_parallel_torch_norm() -> None:
-    """Let torch's norm serve under ``--sequence-parallel``.
-
-    Megatron refuses only because nothing marks the norm's weights, whose gradients must be
-    summed over the tensor-parallel group; so mark them.
-    """
-    wrapped = _module("megatron.core.transformer.torch_norm").WrappedTorchNorm
-    build = wrapped.__new__
-
-    def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-        if not config.sequence_parallel:
-            return build(cls, config, *args, **kwargs)
-        plain = copy.copy(config)
-        plain.sequence_parallel = False
-        norm = build(cls, plain, *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = True
-        return norm
-
-    wrapped.__new__ = new
-
-
-def fill_torch_adam_state() -> None:
-    """Mend Megatron's own checkpoints for torch's AdamW under the distributed optimizer.
-
-    Its state is empty until the first step and holds a ``step`` tensor.  Megatron asserts
-    that state exists when it loads, gives every parameter the *same* step tensor (which
-    AdamW then advances once for each), shards ``step`` as if it were a flat parameter, and
-    copies into leaves that require gradients.  Snapshots do not use that path; exports and
-    comparisons with Megatron's own checkpoints do.
-    """
-    distributed = _module("megatron.core.optimizer.distrib_optimizer")
-    if distributed.HAVE_APEX_OR_TE:
-        return
-    cls = distributed.DistributedOptimizer
-    init, load = cls.__init__, cls.load_state_dict
-    get_state = cls._get_main_param_and_optimizer_states
-    set_state = cls._set_main_param_and_optimizer_states
-
-    @functools.wraps(init)
-    def filled_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        inner = self.optimizer
-        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            for parameter in (p for group in inner.param_groups for p in group["params"]):
-                if not inner.state[parameter]:
-                    zeros = (torch.zeros_like(parameter), torch.zeros_like(parameter))
-                    names = ("step", "exp_avg", "exp_avg_sq")
-                    inner.state[parameter] |= zip(names, (torch.tensor(0.0), *zeros), strict=True)
-
-    @functools.wraps(load)
-    def load_with_own_steps(self: Any, state_dict: Any) -> None:
-        load(self, state_dict)
-        for state in self.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
-
-    @functools.wraps(get_state)
-    def get_without_step(self: Any, model_param: Any) -> Any:
-        return {k: v for k, v in get_state(self, model_param).items() if k != "step"}
-
-    @functools.wraps(set_state)
-    def set_without_step(self: Any, model_param: Any, tensors: Any) -> None:
-        with torch.no_grad():
-            set_state(self, model_param, {**tensors, "step": None})
-
-    cls.__init__, cls.load_state_dict = filled_init, load_with_own_steps
-    cls._get_main_param_and_optimizer_states = get_without_step
-    cls._set_main_param_and_optimizer_states = set_without_step
-
-
 TORCH_PARTS = (
     replace_tensors,
     replace_type_names,
     replace_devices,
     replace_streams,
     replace_generators,
-    keep_data_loader_off_the_generator,
     versions.supply_typing_override,
     versions.stub_triton,
 )
@@ -367,12 +243,8 @@ TORCH_PARTS = (
 MEGATRON_PARTS: dict[str, Callable[[], None]] = {
     "megatron.core.datasets.utils": find_dataset_helper,
     "megatron.training.initialize": skip_jit_warmup,
-    "megatron.core.transformer.torch_norm": allow_sequence_parallel_torch_norm,
-    "megatron.core.optimizer.distrib_optimizer": fill_torch_adam_state,
 }
 """Fill what Megatron lacks without CUDA extensions; by the module behind whose import each goes."""
-
-_installed: set[str] = set()
 
 
 def needed() -> bool:
@@ -381,17 +253,11 @@ def needed() -> bool:
 
 
 def install(*, megatron: bool = True) -> None:
-    """Put the stand-in in place in this process, once; a second call adds only what is missing.
+    """Put the stand-in in place in this process.
 
     ``megatron=False`` leaves Megatron unimported, for processes that only read
     what a training process sent them.
     """
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    parts: dict[str, Iterable[Callable[[], None]]] = {"torch": TORCH_PARTS}
-    if megatron:
-        parts["megatron"] = MEGATRON_PARTS.values()
-    for name, functions in parts.items():
-        if name not in _installed:
-            _installed.add(name)
-            for function in functions:
-                function()
+    for part in (*TORCH_PARTS, *(MEGATRON_PARTS.values() if megatron else ())):
+        part()

@@ -15,6 +15,16 @@ ENVIRONMENT = {
 
 HEADS = 4
 
+# An empty split makes Megatron count epochs for ever; the default of --eval-interval makes
+# Megatron 0.19 fail, even with no evaluation.
+_FIXED = (
+    f"--num-attention-heads {HEADS} --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine "
+    "--clip-grad 1.0 --attention-dropout 0.1 --hidden-dropout 0.1 --seed 1234 --split 100,0,0 "
+    f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY_SIZE} "
+    "--make-vocab-size-divisible-by 32 --num-workers 0 --log-interval 1 --eval-iters 0 "
+    "--eval-interval 1000"
+).split()
+
 _HOST_ONLY = (
     "--transformer-impl local --distributed-backend gloo --use-cpu-initialization "
     "--attention-backend unfused --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
@@ -33,11 +43,9 @@ def demo_arguments(
     sequence: int = 64,
     micro_batch: int = 2,
     global_batch: int = 8,
-    learning_rate: float = 3e-3,
     distributed_optimizer: bool = True,
     precision: str = "bf16",
     cache_path: Path | str | None = None,
-    seed: int = 1234,
 ) -> list[str]:
     """Megatron flags for a run on host memory over gloo, with dropout on.
 
@@ -52,34 +60,18 @@ def demo_arguments(
         "pipeline-model-parallel-size": pp,
         "num-layers": layers,
         "hidden-size": hidden,
-        "num-attention-heads": HEADS,
         "seq-length": sequence,
         "max-position-embeddings": sequence,
         "micro-batch-size": micro_batch,
         "global-batch-size": global_batch,
         "train-iters": iterations,
-        "lr": learning_rate,
-        "min-lr": learning_rate / 10,
-        "lr-decay-style": "cosine",
         "lr-decay-iters": iterations,
-        "clip-grad": 1.0,
-        "attention-dropout": 0.1,
-        "hidden-dropout": 0.1,
-        "seed": seed,
         "data-path": data_path,
-        "split": "100,0,0",  # an empty split makes Megatron count epochs for ever
-        "tokenizer-type": "NullTokenizer",
-        "vocab-size": VOCABULARY_SIZE,
-        "make-vocab-size-divisible-by": 32,
-        "num-workers": 0,
-        "log-interval": 1,
-        "eval-iters": 0,
-        "eval-interval": 1000,  # its default makes Megatron 0.19 fail, even with no evaluation
     }
     if cache_path is not None:
         flags["data-cache-path"] = cache_path
     arguments = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-    arguments += [*_HOST_ONLY]
+    arguments += [*_FIXED, *_HOST_ONLY]
     if distributed_optimizer:
         arguments.append("--use-distributed-optimizer")
     if precision != "fp32":

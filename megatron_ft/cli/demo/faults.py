@@ -8,9 +8,8 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from megatron_ft.cli.chaos.follow import RecordedEvent
 from megatron_ft.cli.chaos.trace import TraceLine
@@ -93,9 +92,8 @@ class DemoRecovery:
     """One fault and the recovery from it.  All times are seconds; None where it never came.
 
     ``seconds_to_first_iteration`` runs from the strike to the end of the first iteration
-    after the restore; ``detect``, ``decide`` (fence the old processes, decide), ``rebuild``
-    (encoder world and parity), ``start`` (processes, imports, ``copy_in_seconds``) and
-    ``iterate`` add up to it.  ``coding_seconds`` is the work on parity alone.
+    after the restore; ``detect`` and ``parts`` add up to it: fence the old processes and
+    decide, rebuild (encoder world and parity), start (processes, imports, copying in), iterate.
     """
 
     victim: str
@@ -104,15 +102,9 @@ class DemoRecovery:
     fraction: float
     detect: float | None
     source: str | None = None
-    lost_shards: tuple[str, ...] = ()
     restored_iteration: int | None = None
     iterations_lost: int | None = None
-    decide: float | None = None
-    rebuild: float | None = None
-    start: float | None = None
-    iterate: float | None = None
-    coding_seconds: float | None = None
-    copy_in_seconds: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
     seconds_to_first_iteration: float | None = None
 
 
@@ -133,73 +125,48 @@ def recoveries(
 
 def _recovery(strike: DemoStrike, events: Sequence[RecordedEvent], traces: Traces) -> DemoRecovery:
     """The recovery from one strike, by the events from it to the next one."""
+    detections = (e["at"] - strike.monotonic for e in events if e["kind"] in _DETECTIONS)
     noticed = DemoRecovery(
         victim=strike.victim,
         kind=strike.fault.kind.value,
         during=strike.during,
         fraction=strike.fault.fraction,
-        detect=_seconds_until(strike, events, *_DETECTIONS),
+        detect=next(detections, None),
     )
     # Several starts in a row when something failed in between: the last one counts.
     incarnations = [e["incarnation"] for e in events if e["kind"] == "training"]
     if noticed.detect is None or not incarnations or incarnations[-1] <= strike.incarnation:
         return noticed
     newest = [e for e in events if e["incarnation"] == incarnations[-1]]
-    restored = dataclasses.replace(noticed, **_source(newest))
-    return _with_times(restored, strike, newest, incarnations[-1], traces)
-
-
-def _source(events: Sequence[RecordedEvent]) -> dict[str, Any]:
-    """What was restored and from where, as fields of DemoRecovery; {} if nothing was."""
-    decided = next((e for e in events if e["kind"] == "restoring"), None)
-    if decided is None:
-        return {}
-
-    def longest(kind: str) -> float | None:
-        return max((e["seconds"] for e in events if e["kind"] == kind), default=None)
-
-    return {
-        "source": decided["source"],
-        "lost_shards": tuple(decided["lost"]),
-        "restored_iteration": decided["iteration"],
-        "coding_seconds": longest("shard_rebuilt"),
-        "copy_in_seconds": longest("shard_restored"),
-    }
-
-
-def _with_times(
-    recovery: DemoRecovery,
-    strike: DemoStrike,
-    events: Sequence[RecordedEvent],
-    incarnation: int,
-    traces: Traces,
-) -> DemoRecovery:
-    """Add when each step was over; every step of an incarnation that trains has its event."""
-    decided = _seconds_until(strike, events, "restoring")
-    started = _seconds_until(strike, events, "trainers_started")
-    training = _seconds_until(strike, events, "training")
-    assert started is not None and training is not None, "an incarnation is started to train"
     lines = [line for rank in traces.values() for line in rank]
-    reached = max(line.iteration for line in lines if line.incarnation < incarnation)
-    again = [line for line in lines if line.incarnation == incarnation]
+    again = [line for line in lines if line.incarnation == incarnations[-1]]
+    reached = max(line.iteration for line in lines if line.incarnation < incarnations[-1])
+    restored = next((e for e in newest if e["kind"] == "restoring"), None)
+    back_to = restored["iteration"] if restored else 0
     first = min((line.iteration for line in again), default=-1)
+    # The last rank's end is that of the iteration.
     ends = [line.time - strike.wall for line in again if line.iteration == first]
     done = max(ends) if ends else None
-    if decided is None or not recovery.lost_shards:  # then nothing was rebuilt
-        decided = started
     return dataclasses.replace(
-        recovery,
-        iterations_lost=reached - (recovery.restored_iteration or 0),
-        decide=decided - (recovery.detect or 0.0),
-        rebuild=started - decided if recovery.lost_shards else None,
-        start=training - started,
-        iterate=None if done is None else done - training,
+        noticed,
+        source=restored["source"] if restored else None,
+        restored_iteration=back_to if restored else None,
+        iterations_lost=reached - back_to,
+        parts=_parts(strike, noticed.detect, newest, done),
         seconds_to_first_iteration=done,
     )
 
 
-def _seconds_until(
-    strike: DemoStrike, events: Sequence[RecordedEvent], *kinds: str
-) -> float | None:
-    """Seconds from the strike to the first event of these kinds, None if there is none."""
-    return next((e["at"] - strike.monotonic for e in events if e["kind"] in kinds), None)
+def _parts(
+    strike: DemoStrike, detect: float, events: Sequence[RecordedEvent], done: float | None
+) -> dict[str, float]:
+    """Seconds of each step; every step of an incarnation that trains has its event."""
+    at = {e["kind"]: e["at"] - strike.monotonic for e in reversed(events)}
+    rebuilds = any(e["kind"] == "restoring" and e["lost"] for e in events)
+    decided = at["restoring"] if rebuilds else at["trainers_started"]
+    parts = {"decide": decided - detect, "start": at["training"] - at["trainers_started"]}
+    if rebuilds:
+        parts["rebuild"] = at["trainers_started"] - decided
+    if done is not None:
+        parts["iterate"] = done - at["training"]
+    return parts

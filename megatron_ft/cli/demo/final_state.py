@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,33 +98,28 @@ def compare_runs(ours: Path, oracle: Path, world_size: int, iterations: int) -> 
     result = Comparison()
     for rank in range(world_size):
         mine, other = (final_lines(read_trace(folder, rank)) for folder in (ours, oracle))
-        compare_traces(result, rank, mine, other, iterations)
+        for iteration in range(1, iterations + 1):
+            where = f"rank {rank} iteration {iteration}"
+            _compare_lines(result, where, mine.get(iteration), other.get(iteration))
         compare_states(result, rank, ours, oracle)
     return result
 
 
-def compare_traces(
-    result: Comparison,
-    rank: int,
-    ours: Mapping[int, TraceLine],
-    oracle: Mapping[int, TraceLine],
-    iterations: int,
+def _compare_lines(
+    result: Comparison, where: str, mine: TraceLine | None, other: TraceLine | None
 ) -> None:
-    """Compare losses and samples of one rank; adds to ``result``."""
+    """Compare loss and samples of one iteration; adds to ``result``."""
     found = result.differences
-    for iteration in range(1, iterations + 1):
-        mine, other = ours.get(iteration), oracle.get(iteration)
-        where = f"rank {rank} iteration {iteration}"
-        if mine is None or other is None:
-            run = "our run" if mine is None else "the uninterrupted run"
-            found.append(f"{where}: missing in {run}")
-            continue
-        if mine.loss != other.loss:
-            found.append(f"{where}: loss {mine.loss_value!r}, uninterrupted {other.loss_value!r}")
-        if mine.samples != other.samples:
-            found.append(f"{where}: samples {mine.samples}, uninterrupted {other.samples}")
-        result.losses += mine.loss is not None
-        result.samples += len(mine.samples)
+    if mine is None or other is None:
+        run = "our run" if mine is None else "the uninterrupted run"
+        found.append(f"{where}: missing in {run}")
+        return
+    if mine.loss != other.loss:
+        found.append(f"{where}: loss {mine.loss_value!r}, uninterrupted {other.loss_value!r}")
+    if mine.samples != other.samples:
+        found.append(f"{where}: samples {mine.samples}, uninterrupted {other.samples}")
+    result.losses += mine.loss is not None
+    result.samples += len(mine.samples)
 
 
 def compare_states(result: Comparison, rank: int, ours: Path, oracle: Path) -> None:

@@ -84,29 +84,3 @@ def datasets(samples: list[int], vp_stage: int | None = None) -> Any:
 
 
 datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron reads this mark
-
-
-def build_model(
-    pre_process: bool = True,
-    post_process: bool = True,
-    vp_stage: int | None = None,
-    config: Any = None,
-    pg_collection: Any = None,
-) -> Any:
-    """A GPT model, for releases whose ``pretrain`` still takes a provider (0.17, 0.18)."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.training.arguments import core_transformer_config_from_args
-
-    args = get_args()
-    return GPTModel(
-        config=config or core_transformer_config_from_args(args),
-        transformer_layer_spec=get_gpt_layer_local_spec(),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        vp_stage=vp_stage,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        pg_collection=pg_collection,
-    )

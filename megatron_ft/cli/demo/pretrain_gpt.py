@@ -1,20 +1,17 @@
-"""GPT pretraining on the ``megatron-core`` package alone: the demo's and the tests' program.
+"""GPT pretraining on the ``megatron-core`` package alone: the program that the demo trains.
 
     python -m megatron_ft.cli.demo.pretrain_gpt <Megatron flags> [--trace-dir DIRECTORY]
 
-Serves Megatron 0.17 and later.  On a machine without CUDA it puts the CPU stand-in in
-place first.  Snapshots are on with ``--inmem-snapshot``, as in any Megatron program that
-calls :func:`megatron_ft.megatron.install`.
+On a machine without CUDA it puts the CPU stand-in in place first.  Snapshots are on with
+``--inmem-snapshot``, as in any Megatron program that calls :func:`megatron_ft.megatron.install`.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_ft.cli.demo import cpu_device
 
@@ -27,50 +24,29 @@ def take_trace_directory(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     return ours.trace_dir, megatrons
 
 
-def pretrain_arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The values and keywords that this release's ``pretrain`` accepts.
-
-    From 0.18 on that begins with a container of all settings, made of the parsed flags;
-    before, ``pretrain`` parses them itself.
-    """
+def pretrain() -> None:
+    """Train as Megatron's flags in ``sys.argv`` say."""
     from megatron.core.enums import ModelType
-    from megatron.training import training
+    from megatron.training import argument_utils, training
+    from megatron.training.arguments import parse_and_validate_args
 
     from megatron_ft.cli.demo import gpt_training
 
-    offered: dict[str, Any] = {
-        "train_valid_test_dataset_provider": gpt_training.datasets,
-        "model_provider": gpt_training.build_model,
-        "model_type": ModelType.encoder_or_decoder,
-        "forward_step_func": gpt_training.forward_step,
-    }
-    accepted = inspect.signature(training.pretrain).parameters
-    keywords = {name: value for name, value in offered.items() if name in accepted}
-    if "args_defaults" in accepted:
-        return (), keywords
-    config, builds_model = _parsed_config()
-    if builds_model:
-        keywords.pop("model_provider", None)
-    return (config,), keywords
-
-
-def _parsed_config() -> tuple[Any, bool]:
-    """The container, and whether the model is built from it (0.19) or by a provider (0.18)."""
-    from megatron.training import argument_utils
-    from megatron.training.arguments import parse_and_validate_args
-
-    args, make = parse_and_validate_args(), argument_utils.pretrain_cfg_container_from_args
-    if hasattr(argument_utils, "gpt_config_from_args"):
-        return make(args, argument_utils.gpt_config_from_args(args)), True
-    return make(args), False
+    args = parse_and_validate_args()
+    model = argument_utils.gpt_config_from_args(args)
+    training.pretrain(
+        argument_utils.pretrain_cfg_container_from_args(args, model),
+        train_valid_test_dataset_provider=gpt_training.datasets,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=gpt_training.forward_step,
+    )
 
 
 def main() -> None:
-    """Parse ``sys.argv`` as Megatron does, and train."""
+    """Prepare Megatron, put our hooks and the trace in place, and train."""
     if cpu_device.needed():
         cpu_device.install()
     import megatron.core
-    from megatron.training import training
 
     import megatron_ft.megatron
     from megatron_ft.cli.demo import megatron_trace
@@ -80,8 +56,7 @@ def main() -> None:
     trace_dir, sys.argv[1:] = take_trace_directory(sys.argv[1:])
     if trace_dir is not None:
         megatron_trace.install(trace_dir)
-    values, keywords = pretrain_arguments()
-    training.pretrain(*values, **keywords)
+    pretrain()
 
 
 if __name__ == "__main__":

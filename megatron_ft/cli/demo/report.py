@@ -1,15 +1,11 @@
-"""The result of a demo: recoveries, comparison and the cost of snapshots, as data and as text."""
+"""The result of a demo: recoveries and comparison, as data and as text."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from megatron_ft.cli.chaos.follow import RecordedEvent
-from megatron_ft.cli.chaos.trace import TraceLine
 from megatron_ft.cli.common import say
 from megatron_ft.cli.demo.faults import DemoRecovery
 from megatron_ft.cli.demo.settings import DemoSettings
@@ -22,52 +18,6 @@ _SHOWN_DIFFERENCES = 12
 UNRECOVERABLE = 10
 
 
-@dataclass(frozen=True, kw_only=True)
-class Overhead:
-    """Cost of snapshots in seconds; a snapshot's stall is that of its slowest rank.
-
-    ``share`` is all stalls over the time of all iterations.  Median iteration times leave out
-    the first iteration of each incarnation; on few cores they also hold what SMPs and encoders
-    take.
-    """
-
-    snapshots: int
-    protected: int
-    local: int
-    stall_median: float
-    stall_worst: float
-    share: float
-    iteration_with: float
-    iteration_without: float
-
-
-def overhead(
-    events: Sequence[RecordedEvent], ours: Sequence[TraceLine], oracle: Sequence[TraceLine]
-) -> Overhead:
-    """The cost of snapshots, from one rank's lines of both runs; both must hold iterations."""
-    stalls: dict[str, float] = {}
-    for cost in (e for e in events if e["kind"] == "capture_cost"):
-        stalls[cost["snapshot"]] = max(cost["stall_seconds"], stalls.get(cost["snapshot"], 0.0))
-    levels = [e["level"] for e in events if e["kind"] == "committed"]
-    return Overhead(
-        snapshots=len(stalls),
-        protected=levels.count("protected"),
-        local=levels.count("local"),
-        stall_median=median(stalls.values()) if stalls else 0.0,
-        stall_worst=max(stalls.values(), default=0.0),
-        share=sum(stalls.values()) / sum(line.seconds for line in ours),
-        iteration_with=_median_seconds(ours),
-        iteration_without=_median_seconds(oracle),
-    )
-
-
-def _median_seconds(lines: Sequence[TraceLine]) -> float:
-    """Median time of an iteration, each incarnation's first one left out where others are there."""
-    pairs = zip(lines, lines[1:], strict=False)
-    later = [after.seconds for before, after in pairs if before.incarnation == after.incarnation]
-    return median(later or [line.seconds for line in lines])
-
-
 @dataclass
 class DemoReport:
     """Everything that a demo found; parts that a stopped run never came to are None."""
@@ -77,7 +27,6 @@ class DemoReport:
     reason: str | None = None
     recoveries: list[DemoRecovery] = field(default_factory=list)
     comparison: Comparison | None = None
-    overhead: Overhead | None = None
     seconds: float = 0.0
 
     @property
@@ -95,17 +44,13 @@ class DemoReport:
             "settings": asdict(self.settings),
             "events": [asdict(event) for event in self.recoveries],
             "comparison": self.comparison and asdict(self.comparison),
-            "overhead": self.overhead and asdict(self.overhead),
         }
 
 
 def show(report: DemoReport) -> None:
-    """Print the table of restarts, the cost of snapshots, and the verdict."""
-    say("")
-    for line in (*_event_table(report.recoveries), *_overhead_lines(report.overhead)):
+    """Print the table of restarts and the verdict."""
+    for line in ("", *_event_table(report.recoveries), verdict(report)):
         say(line)
-    say("")
-    say(verdict(report))
 
 
 def verdict(report: DemoReport) -> str:
@@ -176,20 +121,6 @@ def _event_table(events: Iterable[DemoRecovery]) -> list[str]:
     ]
     rule = "-" * max(map(len, lines))
     return ["Faults and recoveries", *lines[:2], rule, *lines[2:], ""]
-
-
-def _overhead_lines(cost: Overhead | None) -> list[str]:
-    if cost is None:
-        return []
-    levels = f"{cost.protected} protected" + f", {cost.local} local only" * (cost.local > 0)
-    return [
-        f"snapshots  {cost.protected + cost.local} committed ({levels})",
-        f"overhead   {cost.share:.2%} of all iteration time; a snapshot holds training for "
-        f"{1000 * cost.stall_median:.1f} ms (worst {1000 * cost.stall_worst:.1f} ms)",
-        f"iteration  {1000 * cost.iteration_with:.0f} ms with snapshots, "
-        f"{1000 * cost.iteration_without:.0f} ms uninterrupted; here all nodes share "
-        f"{os.cpu_count()} cores",
-    ]
 
 
 def _seconds(value: float | None, digits: int) -> str:

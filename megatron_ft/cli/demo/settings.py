@@ -8,12 +8,11 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.cli.chaos.job import JobFile
 from megatron_ft.cli.demo.demo_model import ENVIRONMENT, HEADS, demo_arguments
-from megatron_ft.core import isal
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.supervisor.orders import Sizes
 
 FEWEST_ITERATIONS = 20
 CORPUS_BYTES = 1 << 20
@@ -109,12 +108,10 @@ def job_of(
         spares=settings.spares,
         protect=settings.protect,
         ranks_per_node=settings.ranks_per_node,
-        block_bytes=Sizes().block_bytes,
-        crc=isal.available(),
+        block_bytes=BLOCK_BYTES,
         snapshot_interval=SNAPSHOT_INTERVAL,
         lease=_LEASE_SECONDS,
         node_prefix="node",
-        costs=True,
         logs=f"logs/{'run' if snapshots else 'uninterrupted'}",
         trace=str(trace),
         # Host memory everywhere, so that the same bits come out with and without a GPU.

@@ -11,11 +11,9 @@ one machine read the same tokens.
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,84 +26,61 @@ DEFAULT_MAX_BYTES = 4 << 20
 _SKIPPED_FOLDERS = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"}
 
 
-def source_files(library: Path | None = None) -> list[Path]:
-    """The library's ``.py`` files without its tests and installed packages, sorted by path."""
-    root = library or Path(sysconfig.get_path("stdlib"))
-    files = (path.relative_to(root) for path in root.rglob("*.py"))
-    kept = (path for path in files if not _SKIPPED_FOLDERS.intersection(path.parts))
-    return [root / path for path in sorted(kept, key=lambda path: path.as_posix())]
-
-
 def documents(max_bytes: int, library: Path | None = None) -> Iterator[bytes]:
-    """Contents of the non-empty source files, in order, at most ``max_bytes`` in all.
+    """Contents of the library's non-empty sources by path, at most ``max_bytes`` in all.
 
-    A file that does not fit into what is left is cut there, so the bound is exact.
+    Its tests and installed packages are left out.  A file that does not fit into what is left
+    is cut there, so the bound is exact.
     """
-    left = max_bytes
-    for path in source_files(library):
-        content = path.read_bytes()[:left]
-        if content:
-            yield content
-            left -= len(content)
-        if left <= 0:
-            return
-
-
-def corpus_prefix(directory: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> Path:
-    """The path of this interpreter's corpus of a size, as ``--data-path`` takes it."""
-    version = ".".join(str(part) for part in sys.version_info[:3])
-    return directory / f"python-{version}-stdlib-{max_bytes}"
+    root, left = library or Path(sysconfig.get_path("stdlib")), max_bytes
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+        if left > 0 and not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts):
+            content = path.read_bytes()[:left]
+            if content:
+                yield content
+                left -= len(content)
 
 
 def build(directory: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> Path:
-    """Write the corpus in this process unless it is there, and return its prefix.
+    """Write the corpus in this process and return its prefix, as ``--data-path`` takes it.
 
-    Imports megatron-core; see :func:`prepare` for callers that must not.  The index is
-    renamed into place last, so a reader never finds half a corpus.
+    Imports megatron-core; see :func:`prepare` for callers that must not.
     """
     import torch
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    prefix = corpus_prefix(directory, max_bytes)
-    if prefix.with_name(prefix.name + ".idx").exists():
-        return prefix
     directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        half = Path(scratch) / "corpus"
-        builder = IndexedDatasetBuilder(f"{half}.bin", dtype=DType.optimal_dtype(VOCABULARY_SIZE))
-        for content in documents(max_bytes):
-            tokens = torch.tensor([*content, END_OF_DOCUMENT])
-            builder.add_document(tokens, [len(tokens)])
-        builder.finalize(f"{half}.idx")
-        for suffix in (".bin", ".idx"):
-            os.replace(f"{half}{suffix}", f"{prefix}{suffix}")
+    prefix = directory / "stdlib"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(VOCABULARY_SIZE))
+    for content in documents(max_bytes):
+        tokens = torch.tensor([*content, END_OF_DOCUMENT])
+        builder.add_document(tokens, [len(tokens)])
+    builder.finalize(f"{prefix}.idx")
     return prefix
 
 
 def prepare(directory: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> Path:
-    """Like :func:`build`, but in a process of its own when there is something to build.
+    """Like :func:`build`, but in a process of its own.
 
     For supervisors and tests, which import neither torch nor Megatron.  Raises
     MissingEnvironmentError with the child's last words if it fails.
     """
-    prefix = corpus_prefix(directory, max_bytes)
-    if not prefix.with_name(prefix.name + ".idx").exists():
-        command = [sys.executable, "-m", __spec__.name, str(directory), "--max-bytes"]
-        done = subprocess.run([*command, str(max_bytes)], capture_output=True, text=True)
-        if done.returncode:
-            raise MissingEnvironmentError(
-                f"the corpus could not be built in {directory}; is megatron-core installed? "
-                f"The builder said:\n{done.stderr[-2000:]}"
-            )
-    return prefix
+    command = [sys.executable, "-m", __spec__.name, str(directory), "--max-bytes", str(max_bytes)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise MissingEnvironmentError(
+            f"the corpus could not be built in {directory}; is megatron-core installed? "
+            f"The builder said:\n{done.stderr[-2000:]}"
+        )
+    return Path(done.stdout.splitlines()[-1])
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Build the corpus and print its prefix."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("directory", type=Path, help="where to keep the .bin and .idx files")
     parser.add_argument("--max-bytes", type=int, default=DEFAULT_MAX_BYTES)
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     from megatron_ft.cli.demo import cpu_device
 
     if cpu_device.needed():

@@ -1,6 +1,6 @@
 """``megatron-ft doctor``: examines before training whether every node is fit for the job.
 
-``examine.py`` starts ``probe.py`` on each node, ``as_trainer.py`` as the training command would be
-started, and ``pair_world.py`` over all of them through ``pairs.py``.  Their answers are in
-``facts.py``; ``checks.py`` and ``node_checks.py`` turn facts into findings, and know no process.
+``examine.py`` starts on each node ``probe.py``, and ``as_trainer.py`` as the training command would
+be started, and ``trial_world.py`` over all nodes.  Their answers are in ``facts.py``; ``checks.py``
+turns facts into findings, and knows no process.
 """

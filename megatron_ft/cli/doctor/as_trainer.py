@@ -35,7 +35,6 @@ def view(marker: str) -> dict[str, object]:
         "python": platform.python_version(),
         "executable": sys.executable,
         "packages": versions(PACKAGES),
-        "cpus": len(os.sched_getaffinity(0)),
         "cgroup": "",
         "user": os.geteuid(),
     }

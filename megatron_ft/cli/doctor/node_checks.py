@@ -5,40 +5,32 @@ Pure, as checks.py, whose table names them.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ft.arena.format import BLOCK_BYTES, Geometry
 from megatron_ft.arena.limits import format_bytes, memory_shortfall
 from megatron_ft.cli.doctor.facts import Facts, NodeFacts, TrainerFacts
-from megatron_ft.cli.doctor.report import Judged, Severity, by_node, ok, refuse, warn
+from megatron_ft.cli.doctor.report import Finding, Severity, by_node, ok, refuse, warn
 from megatron_ft.core.frameworks import DEEPSPEED, MEGATRON, Releases, version_numbers
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import Domains, members_of, stripe_sets
-from megatron_ft.launchers.container import mount_advice, processes_advice
 
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 OLDEST_PYTHON = (3, 10)
-FEWEST_DESCRIPTORS = 256
-FEWEST_CORES = 2
-LAST_SYSTEM_USER = 999
-"""systemd counts users up to this number as the system's, and never removes what is theirs."""
-
-_ONE_VERSION = "install one version everywhere"
 
 
-def frameworks(facts: Facts) -> list[Judged]:
+def frameworks(facts: Facts) -> list[Finding]:
     """A trainer's Python, torch and the frameworks that the job uses."""
     wishes = facts.wishes
     wanted = [r for r, used in ((MEGATRON, wishes.megatron), (DEEPSPEED, wishes.deepspeed)) if used]
 
-    def judge(said: TrainerFacts) -> Judged:
+    def judge(said: TrainerFacts) -> Finding:
         found = [_python(said), _torch(said), *(_framework(said, releases) for releases in wanted)]
-        worst = max(found, key=lambda judged: judged.verdict.rank)
+        worst = max(found, key=lambda finding: finding.verdict.rank)
         if worst.verdict is not Severity.OK:
             return worst
-        return ok(", ".join(judged.text for judged in found))
+        return ok(", ".join(finding.text for finding in found))
 
     findings = by_node(facts.as_trainers, judge)
     if not wishes.command_python:
@@ -47,14 +39,14 @@ def frameworks(facts: Facts) -> list[Judged]:
     return findings
 
 
-def _python(said: TrainerFacts) -> Judged:
+def _python(said: TrainerFacts) -> Finding:
     if version_numbers(said.python) < OLDEST_PYTHON:
         text = f"the trainer's Python is {said.python} ({said.executable})"
         return refuse(text, "take Python 3.10 or newer")
     return ok(f"Python {said.python}")
 
 
-def _torch(said: TrainerFacts) -> Judged:
+def _torch(said: TrainerFacts) -> Finding:
     version = said.packages.get("torch")
     if version is None:
         text = f"no torch in the trainer's Python {said.executable}"
@@ -62,7 +54,7 @@ def _torch(said: TrainerFacts) -> Judged:
     return ok(f"torch {version}")
 
 
-def _framework(said: TrainerFacts, releases: Releases) -> Judged:
+def _framework(said: TrainerFacts, releases: Releases) -> Finding:
     version = said.packages.get(releases.distribution)
     if version is None:
         text = f"{releases.name} is not installed as {releases.distribution} in {said.executable}"
@@ -76,33 +68,10 @@ def _framework(said: TrainerFacts, releases: Releases) -> Judged:
     return ok(text)
 
 
-def same_code(facts: Facts) -> list[Judged]:
-    """All nodes must run the same code of ours, and should run the same of others."""
-    codes = {node: said.code for node, said in facts.answered.items()}
-    if len({*codes.values()}) > 1:
-        return [refuse(f"megatron_ft differs between nodes: {_groups(codes)}", _ONE_VERSION)]
-    trainers = facts.as_trainers
-    found = {"Python": {node: said.python for node, said in trainers.items()}}
-    for name in sorted({name for said in trainers.values() for name in said.packages}):
-        found[name] = {node: said.packages.get(name, "none") for node, said in trainers.items()}
-    differing = [f"{name} ({_groups(by)})" for name, by in found.items() if len({*by.values()}) > 1]
-    if differing:
-        return [warn(f"versions differ between nodes: {'; '.join(differing)}", _ONE_VERSION)]
-    return [ok("megatron_ft and packages agree on all nodes")]
-
-
-def _groups(values: Mapping[str, str]) -> str:
-    """``1.0 on n0, n1; 2.0 on n2``."""
-    found: dict[str, list[str]] = {}
-    for node, value in values.items():
-        found.setdefault(value, []).append(node)
-    return "; ".join(f"{value} on {', '.join(nodes)}" for value, nodes in found.items())
-
-
-def arena_folder(facts: Facts) -> list[Judged]:
+def arena_folder(facts: Facts) -> list[Finding]:
     """The arena folder: usable, and in memory."""
 
-    def judge(said: NodeFacts) -> Judged:
+    def judge(said: NodeFacts) -> Finding:
         arena = said.arena
         if arena.error:
             text = f"arena folder {arena.folder}: {arena.error}"
@@ -116,44 +85,44 @@ def arena_folder(facts: Facts) -> list[Judged]:
     return by_node(facts.answered, judge)
 
 
-def memory(facts: Facts) -> list[Judged]:
+def memory(facts: Facts) -> list[Finding]:
     """Every limit of memory against what the arenas will need.
 
     Nodes that share a machine share its memory, and there spares are not counted.
     """
     wishes = facts.wishes
-    if wishes.shard_bytes is None:
-        limits = [limit for said in facts.answered.values() for limit in said.arena.limits]
-        if not limits:
-            return []
-        tight = min(limits, key=lambda limit: limit.available_bytes)
-        text = f"{format_bytes(tight.available_bytes)} left by {tight.limit}; need not known"
-        return [warn(text, "give --shard-gib, or --parameters, to have it compared")]
     actual = shortest_scheme(wishes.active, wishes.domains, wishes.scheme)
     each = node_bytes(wishes.shard_bytes, wishes.ranks_per_node, wishes.slot_count, actual)
     machines = [said.machine for said in facts.answered.values()]
     arithmetic = (
-        f"{format_bytes(wishes.shard_bytes)} a shard ({wishes.shard_source}) x "
-        f"{wishes.ranks_per_node} ranks x {wishes.slot_count} slots x "
-        f"(1 + {actual.parity_members}/{actual.data_members})"
+        f"{format_bytes(wishes.shard_bytes)} a shard x {wishes.ranks_per_node} ranks x "
+        f"{wishes.slot_count} slots x (1 + {actual.parity_members}/{actual.data_members})"
     )
 
-    def judge(said: NodeFacts) -> Judged:
+    def judge(said: NodeFacts) -> Finding:
         together = min(machines.count(said.machine), len(wishes.active))
         need = together * each
+        short = memory_shortfall(need, said.arena.limits)
         shared = f" for {together} nodes on one machine" if together > 1 else ""
         text = f"needs {format_bytes(need)}{shared} = {arithmetic}"
-        short = memory_shortfall(need, said.arena.limits)
         if short is None:
             return ok(text)
         left = format_bytes(max(short.available_bytes, 0))
         advice = (
             "raise that limit (a tmpfs: `mount -o remount,size=...`; a container: its shared "
-            "memory size and memory limit), use fewer slots or less parity, or --arena-dir"
+            "memory size and memory limit), remove what dead jobs keep (`megatron-ft clean`), or "
+            "use fewer slots, less parity, or another --arena-dir"
         )
         return refuse(f"{text}, but {short.limit} leaves {left}", advice)
 
-    return by_node(facts.answered, judge)
+    if wishes.shard_bytes:
+        return by_node(facts.answered, judge)
+    limits = [limit for said in facts.answered.values() for limit in said.arena.limits]
+    if not limits:
+        return []
+    tight = min(limits, key=lambda limit: limit.available_bytes)
+    text = f"{format_bytes(tight.available_bytes)} left by {tight.limit}; need not known"
+    return [warn(text, "give --shard-gib, or --parameters, to have it compared")]
 
 
 def node_bytes(shard_bytes: int, ranks_per_node: int, slot_count: int, actual: Scheme) -> int:
@@ -180,23 +149,9 @@ def shortest_scheme(nodes: Sequence[str], domains: Domains, scheme: Scheme) -> S
     return scheme.shortened(min(len(nodes) // sets, scheme.members))
 
 
-def leftovers(facts: Facts) -> list[Judged]:
-    """Memory of jobs that no longer run; those that run only share the machine."""
-
-    def judge(said: NodeFacts) -> Judged:
-        dead = [job for job in said.arena.leftovers if not job.process and job.allocated_bytes]
-        if not dead:
-            return ok("no dead job keeps memory")
-        names = ", ".join(f"{j.job} ({format_bytes(j.allocated_bytes)})" for j in dead)
-        advice = "remove it with `megatron-ft clean --job NAME`, unless it is to be restored from"
-        return warn(f"jobs that no longer run keep memory: {names}", advice)
-
-    return by_node(facts.answered, judge)
-
-
-def same_arena(facts: Facts) -> list[Judged]:
+def same_arena(facts: Facts) -> list[Finding]:
     """SMP, trainer and encoder of a node must see one file system: one inode of the marker."""
-    joined, trainers = facts.world.joined if facts.world else {}, facts.as_trainers
+    ranks, trainers = facts.world.ranks if facts.world else {}, facts.as_trainers
     findings = []
     for node, said in facts.answered.items():
         smp, folder = (said.arena.device, said.arena.inode), Path(said.arena.folder)
@@ -209,115 +164,55 @@ def same_arena(facts: Facts) -> list[Judged]:
         trainer = trainers.get(node)
         if trainer is not None and (trainer.device, trainer.inode) != smp:
             reason = trainer.error or "it has another file there"
-            advice = mount_advice(facts.wishes.container, _mounted(folder))
+            advice = _mount(folder)
             if trainer.user not in (-1, said.user):
                 advice = "it is another user's: see the next line"
             text = f"a trainer does not see the SMP's arena folder: {reason}"
             findings.append(refuse(text, advice, node))
-        if node in joined and (joined[node].device, joined[node].inode) != smp:
+        if node in ranks and (ranks[node].device, ranks[node].inode) != smp:
             text = "an encoder does not see the SMP's arena folder: it has another file there, or "
-            findings.append(refuse(f"{text}none", mount_advice("", _mounted(folder)), node))
+            findings.append(refuse(f"{text}none", _mount(folder), node))
     if findings or not facts.answered:
         return findings
-    who = "SMP, trainer and encoder" if joined else "SMP and trainer"
+    who = "SMP, trainer and encoder" if ranks else "SMP and trainer"
     return [ok(f"{who} of each node see one inode")]
 
 
-def _mounted(node_dir: Path) -> Path:
-    """The folder to mount: that of all users' jobs where it is the usual one."""
-    return Path(*node_dir.parts[:3]) if node_dir.is_relative_to("/dev/shm") else node_dir.parents[1]
+def _mount(node_dir: Path) -> str:
+    """Advice to mount the folder of all users' jobs, which is the usual one, or of this user's."""
+    shared = node_dir.is_relative_to("/dev/shm")
+    folder = Path(*node_dir.parts[:3]) if shared else node_dir.parents[1]
+    return (
+        f"show the container the host's {folder} at the same path: `--volume` of docker, "
+        "`--bind` of apptainer, `--container-mounts` of pyxis; for /dev/shm also `--ipc host`"
+    )
 
 
-_CONTAINER = re.compile(r"(?:docker|libpod|crio|cri-containerd)[-/]([0-9a-f]{12,64})|/kubepods")
-
-
-def containers(facts: Facts) -> list[Judged]:
+def containers(facts: Facts) -> list[Finding]:
     """An SMP watches and ends trainers by their numbers, as the user that it is itself."""
-    runtime, trainers = facts.wishes.container, facts.as_trainers
+    trainers = facts.as_trainers
 
-    def judge(pair: tuple[NodeFacts, TrainerFacts]) -> Judged:
+    def judge(pair: tuple[NodeFacts, TrainerFacts]) -> Finding:
         smp, trainer = pair
         if trainer.user not in (-1, smp.user):
             text = f"trainers are user {trainer.user}, their SMP is user {smp.user}"
             return refuse(text, f"start the container with `--user {smp.user}`")
         if 0 not in (pids := (smp.pid_namespace, trainer.pid_namespace)) and len(set(pids)) > 1:
             text = "trainers have process numbers of their own, by which no SMP can watch them"
-            return refuse(text, processes_advice(runtime))
-        own, theirs = (_CONTAINER.search(one.cgroup) for one in pair)
-        if own and theirs and own.group() == theirs.group():
-            return ok("SMP and trainers are in one container: its end takes the memory")
-        text = f"trainers are started in {runtime}" if runtime else "no container is seen"
-        return ok(f"{text}; SMP and trainers know each other by number and user")
+            return refuse(text, "give the container `--pid host`")
+        return ok("SMP and trainers know each other by number and user")
 
     both = {n: (said, trainers[n]) for n, said in facts.answered.items() if n in trainers}
     return by_node(both, judge)
 
 
-def remove_ipc(facts: Facts) -> list[Judged]:
+def remove_ipc(facts: Facts) -> list[Finding]:
     """logind removes a user's files in /dev/shm when the user's last session ends."""
 
-    def judge(said: NodeFacts) -> Judged:
-        if said.remove_ipc is None:
-            return ok("no logind that removes files in /dev/shm")
-        if not said.remove_ipc:
-            return ok("RemoveIPC=no")
-        if said.user <= LAST_SYSTEM_USER:
-            return ok(f"RemoveIPC spares user {said.user}, a system user")
-        if said.lingers:
-            return ok("RemoveIPC spares this user, who lingers")
+    def judge(said: NodeFacts) -> Finding:
+        if not said.removes_ipc:
+            return ok("no logind removes this user's files in /dev/shm")
         text = "RemoveIPC is on: arenas in /dev/shm vanish with your last login session"
         return warn(text, "RemoveIPC=no in /etc/systemd/logind.conf, or `loginctl enable-linger`")
-
-    return by_node(facts.answered, judge)
-
-
-def descriptors(facts: Facts) -> list[Judged]:
-    """Files and sockets: each rank's arenas, and MPI's connections to every other node."""
-    wishes = facts.wishes
-    need = FEWEST_DESCRIPTORS + 16 * wishes.ranks_per_node + 4 * len(wishes.nodes)
-
-    def judge(said: NodeFacts) -> Judged:
-        allowed, hard = (
-            "unlimited" if limit < 0 else str(limit)
-            for limit in (said.descriptors, said.descriptors_hard)
-        )
-        if 0 <= said.descriptors < need:
-            text = f"{said.descriptors} open files allowed, {need} may be needed"
-            return refuse(text, f"`ulimit -n {max(need, 4096)}` (hard limit: {hard})")
-        return ok(f"{allowed} open files allowed, {need} needed at most")
-
-    return by_node(facts.answered, judge)
-
-
-def locked_memory(facts: Facts) -> list[Judged]:
-    """MPI over InfiniBand registers its buffers, which counts as locked memory."""
-    joined = facts.world.joined.values() if facts.world else ()
-    if facts.world and facts.world.tcp:
-        return [ok("encoders use TCP, which locks none")]
-    if joined and all("tcp" in rank.fabric for rank in joined):
-        return [ok("MPI uses TCP by its settings, which locks none")]
-    need = facts.wishes.shard_bytes or 1 << 30
-
-    def judge(said: NodeFacts) -> Judged:
-        if not 0 <= said.locked_memory < need:
-            return ok("locked memory suffices")
-        text = f"{format_bytes(said.locked_memory)} may be locked: too little for RDMA"
-        advice = "`ulimit -l unlimited` (limits.conf; LimitMEMLOCK of slurmd); TCP needs none"
-        return warn(text, advice)
-
-    return by_node(facts.answered, judge)
-
-
-def cores(facts: Facts) -> list[Judged]:
-    """Trainers, and beside them a core for SMP and encoder."""
-    ranks = facts.wishes.ranks_per_node
-    machines = [said.machine for said in facts.answered.values()]
-
-    def judge(said: NodeFacts) -> Judged:
-        together = machines.count(said.machine)
-        text = f"{said.cpus} cores for {together} nodes x {ranks} ranks and an SMP"
-        if said.cpus < max(FEWEST_CORES, together * (ranks + 1)):
-            return warn(text, "give trainers fewer cores, or leave one a node for SMP and encoder")
-        return ok(text)
 
     return by_node(facts.answered, judge)

@@ -26,61 +26,47 @@ class Severity(str, Enum):
         return list(Severity).index(self)
 
 
-class Judged(NamedTuple):
-    """One judgement: verdict, reason and remedy; ``nodes`` empty means all."""
-
-    verdict: Severity
-    text: str
-    advice: str = ""
-    nodes: tuple[str, ...] = ()
-
-
 class Finding(NamedTuple):
-    """One line of the report: a check, and what it has judged."""
+    """One line of the report: verdict, reason and remedy; ``nodes`` empty means all."""
 
-    check: str
     verdict: Severity
     text: str
     advice: str = ""
     nodes: tuple[str, ...] = ()
+    check: str = ""
 
 
-def ok(text: str) -> Judged:
-    """Judge that all is well."""
-    return Judged(Severity.OK, text)
+def ok(text: str) -> Finding:
+    """All is well."""
+    return Finding(Severity.OK, text)
 
 
-def warn(text: str, advice: str, *nodes: str) -> Judged:
-    """Judge that people should know this."""
-    return Judged(Severity.WARNING, text, advice, nodes)
+def warn(text: str, advice: str, *nodes: str) -> Finding:
+    """People should know this."""
+    return Finding(Severity.WARNING, text, advice, nodes)
 
 
-def refuse(text: str, advice: str, *nodes: str) -> Judged:
-    """Judge that this would fail the job, or lose its memory."""
-    return Judged(Severity.REFUSED, text, advice, nodes)
+def refuse(text: str, advice: str, *nodes: str) -> Finding:
+    """This would fail the job, or lose its memory."""
+    return Finding(Severity.REFUSED, text, advice, nodes)
 
 
-def by_node(facts: Mapping[str, T], judge: Callable[[T], Judged]) -> list[Judged]:
-    """One line for all nodes with the same judgement, the worst first."""
-    groups: dict[Judged, list[str]] = {}
+def by_node(facts: Mapping[str, T], judge: Callable[[T], Finding]) -> list[Finding]:
+    """One line for all nodes with the same finding, the worst first."""
+    groups: dict[Finding, list[str]] = {}
     for node, said in facts.items():
         groups.setdefault(judge(said), []).append(node)
     everywhere = len(groups) == 1
     return [
-        judged._replace(nodes=() if everywhere else tuple(nodes))
-        for judged, nodes in sorted(groups.items(), key=lambda group: -group[0].verdict.rank)
+        finding._replace(nodes=() if everywhere else tuple(nodes))
+        for finding, nodes in sorted(groups.items(), key=lambda group: -group[0].verdict.rank)
     ]
 
 
-def worst(findings: Iterable[Judged | Finding]) -> Severity:
+def worst(findings: Iterable[Finding]) -> Severity:
     """The worst verdict; ok if there are no findings."""
     verdicts = (finding.verdict for finding in findings)
     return max(verdicts, key=lambda verdict: verdict.rank, default=Severity.OK)
-
-
-def rate_text(rate: float) -> str:
-    """A rate for people."""
-    return f"{rate / 1e9:.2f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.0f} MB/s"
 
 
 def render(findings: Sequence[Finding]) -> str:

@@ -15,7 +15,6 @@ FOLDER = Path(__file__).parent
 LOOP = "megatron.training.training"
 DEEPSPEED = "deepspeed"
 """The whole package: what its engine's module needs is complete only after all of it."""
-COMMUNICATORS = "torch.distributed.distributed_c10d"
 
 AFTER_IMPORT = "MEGATRON_FT_AFTER_IMPORT"
 """The environment variable with the hooks: ``watched=module:function``, separated by commas."""
@@ -23,9 +22,8 @@ AFTER_IMPORT = "MEGATRON_FT_AFTER_IMPORT"
 HOOKS = {
     LOOP: "megatron_ft.megatron.hooks:install_for_script",
     DEEPSPEED: "deepspeed_ext.hooks:install",
-    COMMUNICATORS: "megatron_ft.trainer.heartbeats:time_communicators?",
 }
-"""Called behind the import of a module; with ``?`` only where this package is installed.
+"""Called behind the import of a module.
 
 Names, not imports: they are resolved in the trainer's interpreter, which may be another one.
 """

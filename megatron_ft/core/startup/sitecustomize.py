@@ -90,23 +90,22 @@ def run_hidden(folder: str) -> None:
 def call_hook(watched: str, hook: str) -> None:
     """Call the function ``module:function``, where this interpreter has the module.
 
-    Where it lacks the package that is said, unless ``hook`` ends with a question mark.
+    Where it lacks the package, that is said.
     """
     from importlib import import_module
 
-    module, _, function = hook.rstrip("?").partition(":")
+    module, _, function = hook.partition(":")
     try:
         call = getattr(import_module(module), function)
     except ModuleNotFoundError as error:
         package = module.partition(".")[0]
         if (error.name or "").partition(".")[0] not in (package, "megatron_ft"):
             raise
-        if not hook.endswith("?"):
-            print(
-                f"megatron-ft: not installed for {sys.executable}, which trains: install it there, "
-                f"or {watched} will know nothing of snapshots",
-                file=sys.stderr,
-            )
+        print(
+            f"megatron-ft: not installed for {sys.executable}, which trains: install it there, "
+            f"or {watched} will know nothing of snapshots",
+            file=sys.stderr,
+        )
         return
     call()
 

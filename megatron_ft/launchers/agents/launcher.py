@@ -3,44 +3,28 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.launchers.agents import remote_shell
 from megatron_ft.launchers.agents.hub import AgentHub, AgentProcess
-from megatron_ft.launchers.base import BaseLauncher
-from megatron_ft.launchers.launcher import NodeUnreachable, Placement
+from megatron_ft.launchers.launcher import Launcher, NodeUnreachable
 from megatron_ft.launchers.launcher_env import base_environment
-from megatron_ft.launchers.mpirun import MpiKind, mpich_by, open_mpi_by
-from megatron_ft.launchers.world import Spread, WorldProcess
+from megatron_ft.launchers.mpirun import daemons_by
+from megatron_ft.launchers.world import Spread
 from megatron_ft.rpc import messages as m
 
 CLEAN_SECONDS = 30.0
 END_SECONDS = 10.0
 
 
-class AgentWorld(WorldProcess):
-    """Handle of an MPI world whose daemons agents start: agents end its ranks on other nodes."""
-
-    hub: AgentHub | None = None
-    nodes: tuple[str, ...] = ()
-
-    def _clear(self) -> None:
-        if self.hub is not None:
-            self.hub.end_world(self.job, self.world, self.nodes, END_SECONDS)
-        super()._clear()
-
-
-class AgentLauncher(BaseLauncher):
+class AgentLauncher(Launcher):
     """Has agents start all processes; see Launcher.
 
     ``meeting`` is the supervisor's file in a folder that all nodes see.  ``names`` are nodes that
     belong to the job although their agents have not come yet.
     """
-
-    world_kind = AgentWorld
 
     def __init__(
         self, job: str, hub: AgentHub, root: Path, meeting: Path, names: Sequence[str] = ()
@@ -88,14 +72,6 @@ class AgentLauncher(BaseLauncher):
         """Take over a process that an agent of this node started; see Launcher."""
         return self.hub.begin(node, lambda name: m.AttachProcess(name, self.job, pid, start_time))
 
-    def start_world(self, placements: Sequence[Placement], log_path: Path) -> WorldProcess:
-        """Start an MPI world over the nodes of ``placements``; see Launcher."""
-        world = super().start_world(placements, log_path)
-        assert isinstance(world, AgentWorld)
-        nodes = tuple(Placement(*placement).node for placement in placements)
-        world.hub, world.nodes = self.hub, () if self._is_local(nodes) else nodes
-        return world
-
     def clean(self) -> None:
         """Remove the job's folder on all nodes that are there; the job is over."""
         handles = []
@@ -122,9 +98,10 @@ class AgentLauncher(BaseLauncher):
             remote_shell.NODES: " ".join(f"{a}={node}" for node, a in addresses.items()),
             remote_shell.FOLDER: str(self.job_dir),
         }
-        command = [sys.executable, "-m", remote_shell.__name__]
-        if self.mpi().kind is MpiKind.OPEN_MPI:
-            settings |= open_mpi_by(command)
-        else:
-            settings |= mpich_by(command, self._meeting.with_name("remote-shell"))
-        return Spread([addresses[node] for node in nodes], self.hub.meeting.host, settings)
+        settings |= daemons_by(self.mpi(), remote_shell.__name__, self._meeting.parent)
+        return Spread(
+            [addresses[node] for node in nodes],
+            self.hub.meeting.host,
+            settings,
+            end=lambda world: self.hub.end_world(self.job, world, nodes, END_SECONDS),
+        )

@@ -196,9 +196,10 @@ def _demand(*command: str) -> str:
 
 
 class ReplacementHosts:
-    """The HostSource of a job in ``allocation`` whose arenas are in ``job_dir`` on each node.
+    """More nodes for a job in ``allocation`` whose arenas are in ``job_dir`` on each node.
 
-    ``flags`` are the site's own for sbatch, as ``--gpus-per-node=8``.
+    ``seconds`` is the longest wait for them.  ``flags`` are the site's own for sbatch, as
+    ``--gpus-per-node=8``.
     """
 
     def __init__(
@@ -208,12 +209,12 @@ class ReplacementHosts:
         self._allocation, self._folder, self._flags = allocation, job_dir, tuple(flags)
 
     def request(self, count: int) -> str:
-        """Submit a job for each host; see HostSource.  ControlPlaneError with what sbatch said."""
+        """Submit a job for each host; what was asked for.  ControlPlaneError if sbatch fails."""
         jobs = [self._submit() for _ in range(count)]
         return f"a host from Slurm job {', '.join(jobs)}"
 
     def arrived(self) -> list[str]:
-        """See HostSource."""
+        """Hosts that came since this was asked before; the launcher has them from now on."""
         return self._allocation.look_for_hosts()
 
     def withdraw(self) -> None:
@@ -264,3 +265,36 @@ def host_command(
         f"--exclude={','.join(allocation.names)}", *limit,
         *(f"--{flag}={value}" for flag, value in same.items()), *flags, f"--wrap={script}",
     ]  # fmt: skip
+
+
+NO_KILL_ADVICE = "put `#SBATCH --no-kill` into the batch script"
+_NO_KILL = re.compile(r"(?:^|\s)(?:--no-kill(?:=(?P<value>\S+))?|-k)(?=\s|$)")
+
+
+def no_kill(environment: Mapping[str, str] = os.environ) -> bool | None:
+    """True if the Slurm job that we are in shall outlive the loss of a node; None outside of one.
+
+    Slurm does not tell: the batch script is read, and how it was submitted, where Slurm shows that.
+    """
+    job = environment.get("SLURM_JOB_ID")
+    if not job:
+        return None
+    script = ask("scontrol", "write", "batch_script", job, "-") or ""
+    shown = ask("scontrol", "show", "job", "--oneliner", job) or ""
+    submitted = re.search(r"SubmitLine=(.*?)(?:\s\w+=|$)", shown)
+    return asks_no_kill(script, submitted.group(1) if submitted else "", environment)
+
+
+def asks_no_kill(script: str, submit_line: str, environment: Mapping[str, str]) -> bool:
+    """True if a batch script, variables or a command line ask for --no-kill.  Pure.
+
+    A command line beats variables, which beat the script, as sbatch(1) says.
+    """
+    variables = (environment.get(name) for name in ("SBATCH_NO_KILL", "SALLOC_NO_KILL"))
+    places = [
+        *re.findall(r"^#SBATCH\s+(.*)$", script, re.MULTILINE),
+        *(f"--no-kill={value or 'set'}" for value in variables if value is not None),
+        submit_line,
+    ]
+    given = [flag.group("value") for place in places for flag in _NO_KILL.finditer(place)]
+    return bool(given) and given[-1] != "off"

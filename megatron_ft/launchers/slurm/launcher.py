@@ -25,9 +25,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_ft.core import procfs
-from megatron_ft.launchers.base import BaseLauncher
+from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.launchers.launcher_env import STEP_PLACES, outside_of_steps
-from megatron_ft.launchers.mpirun import MpiKind, MpiLauncher, mpich_by, open_mpi_by
+from megatron_ft.launchers.mpirun import MpiLauncher, daemons_by
 from megatron_ft.launchers.process import LocalProcess, open_session
 from megatron_ft.launchers.slurm.allocation import Allocation
 from megatron_ft.launchers.world import IN_FOLDER, Spread, WorldProcess
@@ -66,36 +66,16 @@ class StepProcess(LocalProcess):
     of which srun makes a 0, it is that of SIGKILL.
     """
 
-    allocation: Allocation | None = None
-    """Known once it is; a step that has ended by then cannot be attached to."""
-
-    @classmethod
-    def begin(
-        cls,
+    def __init__(
+        self,
         allocation: Allocation,
         node: str,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        log_path: Path,
-        flags: Sequence[str],
-        stdin: bytes | None,
-    ) -> StepProcess:
-        """Start a step; ``flags`` are the site's own for srun."""
-        command = step_command(allocation.job_of(node), node, argv, log_path, flags)
-        child = open_session(node, command, outside_of_steps(env), log_path, stdin)
-        process = cls(node, child.pid, child)
-        process.allocation = allocation
-        return process
-
-    @classmethod
-    def of_earlier(
-        cls, allocation: Allocation, node: str, pid: int, start_time: int | None
-    ) -> StepProcess:
-        """The step of a supervisor that was here before; ProcessGoneError if it has ended."""
-        process = cls.attach(node, pid, start_time)
-        assert isinstance(process, StepProcess)
-        process.allocation = allocation
-        return process
+        pid: int,
+        child: subprocess.Popen[bytes] | None = None,
+    ) -> None:
+        """Watch the srun ``pid`` of a step of ``allocation``."""
+        super().__init__(node, pid, child)
+        self._allocation = allocation
 
     def kill(self) -> None:
         """Have Slurm send SIGKILL to all of the step; see ProcessHandle.
@@ -111,8 +91,7 @@ class StepProcess(LocalProcess):
 
     def _status(self) -> int:
         status = super()._status()
-        left = self.allocation is None or self.node in self.allocation.left()
-        return task_status(status, left)
+        return task_status(status, self.node in self._allocation.left())
 
 
 def task_status(status: int, node_left: bool) -> int:
@@ -159,12 +138,8 @@ def reach_by_steps(
     """
     conf = os.environ.get("SLURM_CONF")
     prefix = ["env", f"SLURM_CONF={conf}"] if conf else []
-    command = [sys.executable, "-m", __name__]
-    by = open_mpi_by(command)
-    if mpi.kind is MpiKind.MPICH:
-        by = mpich_by(command, notes / "remote-shell")
     return {
-        **by,
+        **daemons_by(mpi, "megatron_ft.launchers.slurm.launcher", notes),
         SRUN: json.dumps([*prefix, *step_prefix(flags)]),
         JOBS: json.dumps(dict(jobs)),
         FOLDER: str(job_dir),
@@ -210,7 +185,7 @@ def _is_srun(pid: int) -> bool:
 CLEAN_SECONDS = 30.0
 
 
-class SlurmLauncher(BaseLauncher):
+class SlurmLauncher(Launcher):
     """Starts every process as a job step of its own; see Launcher.
 
     ``shared_dir`` is a folder that all nodes see.  ``flags`` are given to each srun.
@@ -260,12 +235,17 @@ class SlurmLauncher(BaseLauncher):
         """
         self._require([node])
         given, log = self._marked(node, env), log_path.absolute()
-        return StepProcess.begin(self.allocation, node, argv, given, log, self._flags, stdin)
+        job_id = self.allocation.job_of(node)
+        command = step_command(job_id, node, argv, log, self._flags)
+        child = open_session(node, command, outside_of_steps(given), log, stdin)
+        return StepProcess(self.allocation, node, child.pid, child)
 
     def attach(self, node: str, pid: int, start_time: int | None = None) -> StepProcess:
         """Take over the step whose srun has this number; see Launcher."""
         self._require([node])
-        return StepProcess.of_earlier(self.allocation, node, pid, start_time)
+        process = StepProcess(self.allocation, node, pid)
+        process.require_start(start_time)
+        return process
 
     def clean(self) -> None:
         """Remove the job's folder on all nodes that are left; the job is over.

@@ -13,8 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from deepspeed_ext.optimizers import view_of  # noqa: E402
-from deepspeed_ext.optimizers.view import OwnedMaster, materialise  # noqa: E402
+from deepspeed_ext.optimizers.view import MAKERS  # noqa: E402
 from megatron_ft.core.errors import ConfigError  # noqa: E402
+from megatron_ft.trainer.master_tensors import create_state  # noqa: E402
 from megatron_ft.trainer.state import host_copy, same_bits  # noqa: E402
 
 CASES = {
@@ -73,13 +74,13 @@ def test_state_begins_as_the_optimizer_itself_would_begin_it() -> None:
     parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     inner = FusedAdam([parameter])
     inner.param_groups[0]["step"] = 5
-    materialise(OwnedMaster("m", inner, inner.param_groups[0], parameter))
+    create_state(inner, inner.param_groups[0], parameter, MAKERS)
     state = inner.state[parameter]
     assert type(state["step"]) is int and state["step"] == 5
     assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
     assert all(not state[name].any() and not state[name].requires_grad for name in ("exp_avg",))
     state["exp_avg"].fill_(1)
-    materialise(OwnedMaster("m", inner, inner.param_groups[0], parameter))
+    create_state(inner, inner.param_groups[0], parameter, MAKERS)
     assert state["exp_avg"].all(), "state that is there must stay"
 
 

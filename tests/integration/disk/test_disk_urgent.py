@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.checkpoint.disk_format import mount_point
-from megatron_ft.checkpoint.load import open_checkpoint
+from megatron_ft.checkpoint.drained import open_checkpoint
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.supervisor.membership import NoSpareError
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 NEVER = 10**6
 
 
-def test_limited_time_and_the_last_spare_drain_before_the_interval(
+def test_the_last_spare_drains_before_the_interval(
     made: list[Job], tmp_path: Path, two: Result
 ) -> None:
     job = Job(
@@ -35,22 +35,17 @@ def test_limited_time_and_the_last_spare_drain_before_the_interval(
         spares=1,
         drain_dir=tmp_path / "disk",
         drain_interval=NEVER,
-        time_limit_seconds=float(NEVER),
     )
     made.append(job)
 
-    def lose_a_node(job: Job) -> None:
-        stop_until_drained(job, 1)
-        job.cluster.kill_node("n1")
-
     def wait(job: Job) -> None:
-        stop_until_drained(job, 2)
+        stop_until_drained(job, 1)
         signal_trainers(job, signal.SIGCONT)
 
-    job.run((8, lose_a_node), (16, in_incarnation(2, wait)))
-    first, second = (event.text for event in of_kind(job, "drain_urged"))
-    assert "time is limited" in first and "no spare is left" in second, job.story()
-    assert len(of_kind(job, "drained")) == 2, job.story()
+    job.run((8, lambda job: job.cluster.kill_node("n1")), (16, in_incarnation(2, wait)))
+    (urged,) = (event.text for event in of_kind(job, "drain_urged"))
+    assert "no spare is left" in urged, job.story()
+    assert len(of_kind(job, "drained")) == 1, job.story()
     assert not difference(job.result(), two), job.story()
 
 

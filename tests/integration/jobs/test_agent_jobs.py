@@ -87,7 +87,6 @@ def test_a_hostfile_and_a_remote_shell_reach_all_nodes(
         subnet = network.address(HOST).rpartition(".")[0] + ".0/24"
         flags = ["--launcher", "hostfile", "--hostfile", str(hosts), "--spares", "1"]
         flags += ["--remote-shell", str(shell), "--address", network.address(HOST)]
-        flags += ["--spare-imports", "none"]
         names = ("GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include", "PRTE_MCA_prte_if_include")
         job.begin(job.warm_command(*flags), dict(zip(names, ("eth0", subnet, subnet), strict=True)))
         job.until_printed("(protected)")

@@ -152,7 +152,7 @@ def test_doctor_proves_what_a_container_sees(
     root = containers.root_in(tmp_path)
     inside = containers.client("--rm", "--network=host", *flags, "--rootfs", str(root))
     words = [sys.executable, "-m", "megatron_ft.cli.main", "doctor", "--json", "--nodes", "2"]
-    words += ["--protect", "xor:2", "--transport", "tcp", "--rate-mib", "1"]
+    words += ["--protect", "xor:2", "--transport", "tcp"]
     words += ["--state-dir", str(tmp_path / "state"), "--", *inside, sys.executable, "train.py"]
     said = subprocess.run(words, stdout=subprocess.PIPE, timeout=200, check=False).stdout
     found = {f["check"]: f for f in json.loads(said)["findings"]}

@@ -22,7 +22,6 @@ from megatron_ft.supervisor.schedule import (
     Pacing,
     Schedule,
     best_seconds,
-    mean_time_between_failures,
 )
 from megatron_ft.trainer.stats import IterationTimes
 from tests.support.jobs import ROOT, Job
@@ -93,12 +92,6 @@ def test_the_slowest_rank_counts_and_one_without_a_figure_decides_nothing() -> N
     assert governor.iterations == FIRST_ITERATIONS
     governor.record(SnapshotId(1, 1), 0.001, 1.0, MTBF)
     assert governor.iterations == 10 * FIRST_ITERATIONS
-
-
-def test_failures_shorten_what_is_expected_between_them() -> None:
-    assert mean_time_between_failures(3600, 0, 0) == 3600
-    assert mean_time_between_failures(3600, 3600, 1) == 3600
-    assert mean_time_between_failures(3600, 36_000, 0) == 39_600
 
 
 def test_a_cycle_counts_from_its_last_snapshot() -> None:

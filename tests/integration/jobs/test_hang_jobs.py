@@ -3,8 +3,6 @@ continues."""
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,16 +86,3 @@ def test_the_same_hang_three_times_is_one_failure(new: Callable[..., Job]) -> No
     job = new("1:loop:10:1", "2:loop:9:1", "3:loop:9:1", **quick)
     with pytest.raises(RestartBudgetError, match="hang of rank 1 at loop_for_ever"):
         job.run()
-
-
-@pytest.mark.all_layouts
-def test_a_hang_that_is_only_reported_ends_no_incarnation(new: Callable[..., Job]) -> None:
-    """Told once; who watches the job decides, here by killing the rank."""
-    job = new("1:loop:10:1", on_hang="report")
-
-    def kill(job: Job) -> None:
-        os.kill(job.supervisor.trainers.pids()[1], signal.SIGKILL)
-
-    job.at_event["hang"] = kill
-    job.run()
-    assert job.kinds().count("hang") == job.kinds().count("trainer_died") == 1, job.story()

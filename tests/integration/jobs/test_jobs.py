@@ -14,7 +14,7 @@ import pytest
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import first_meta_block
-from megatron_ft.arena.format import DIGEST_BLAKE2B, SlotState
+from megatron_ft.arena.format import BLOCK_BYTES, SlotState
 from megatron_ft.checkpoint.native import TRACKER
 from megatron_ft.cli import status
 from megatron_ft.core import procfs
@@ -29,7 +29,7 @@ from megatron_ft.core.errors import (
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask
 from megatron_ft.supervisor.membership import NoSpareError
-from megatron_ft.supervisor.orders import Sizes, Timing
+from megatron_ft.supervisor.orders import Timing
 from tests.support.disk_jobs import signal_trainers, wait_until
 from tests.support.fates import in_incarnation, of_node
 from tests.support.jobs import ROOT, Fault, Job, Result, difference, oracle
@@ -195,7 +195,7 @@ def test_a_flipped_byte_is_found_and_rebuilt_from_parity(
                     del data
         os.kill(job.supervisor.trainers.pids()[0], signal.SIGKILL)
 
-    job = Job(tmp_path, nodes=2, protect="xor:2", sizes=Sizes(65536))
+    job = Job(tmp_path, nodes=2, protect="xor:2", block_bytes=65536)
     made.append(job)
     job.run((10, corrupt))
     assert not difference(job.result(), two), job.story()
@@ -252,25 +252,25 @@ def test_another_shape_of_model_is_refused_and_costs_no_snapshot(
 def test_a_job_goes_on_with_the_digests_that_its_arenas_have(
     made: list[Job], tmp_path: Path, two: Result
 ) -> None:
-    """Those of an earlier release, or of a launcher that had no ISA-L."""
-    job = Job(tmp_path, nodes=2, protect="xor:2", sizes=Sizes(4096, crc=False))
+    """Those of an earlier release."""
+    job = Job(tmp_path, nodes=2, protect="xor:2", block_bytes=4096)
     made.append(job)
     with pytest.raises(NoSpareError):
         job.run((10, lose("n1")))
     job.cluster.revive("n1")
-    job.sizes = None
+    job.block_bytes = BLOCK_BYTES
     found = []
 
     def look(job: Job) -> None:
         for node in ("n0", "n1"):
             (path,) = job.cluster.node_dir(node).glob("*.arena")
             with Arena.open(path) as arena:
-                found.append((arena.geometry.block_bytes, arena.header.digest_algorithm))
+                found.append(arena.geometry.block_bytes)
                 levels = {arena.slot(slot).local_only for slot in range(2)}
                 assert levels == {False}, "there was parity for each snapshot"
 
     job.run((30, look))
-    assert found == [(4096, DIGEST_BLAKE2B)] * 2
+    assert found == [4096] * 2
     assert [source for _, source in job.restores()] == ["parity"], job.story()
     assert not difference(job.result(), two), job.story()
 

@@ -52,11 +52,11 @@ def test_ranks_per_node_are_taken_from_torchrun_and_not_from_the_script(flags: l
     [
         (["--max-restarts", "3"], "drop the flag, megatron-ft run restarts"),
         (["--max_restarts=3"], "drop the flag, megatron-ft run restarts"),
-        (["--rdzv-backend", "c10d"], "where the ranks meet"),
-        (["--standalone"], "where the ranks meet"),
-        (["--tee", "3", "--master_addr=h0"], "where the ranks meet"),
-        (["--nnodes", "4"], "give --nodes 4"),
-        (["--nnodes=1:4"], "give --nodes 1:4"),
+        (["--rdzv-backend", "c10d"], "drop the flag, megatron-ft run.* says where"),
+        (["--standalone"], "drop the flag, megatron-ft run.* says where"),
+        (["--tee", "3", "--master_addr=h0"], "drop the flag, megatron-ft run.* says where"),
+        (["--nnodes", "4"], "how many nodes train .--nodes, 2 here"),
+        (["--nnodes=1:4"], "drop the flag"),
         (["--nproc-per-node=4"], "--ranks-per-node 2 differ"),
     ],
 )

@@ -95,12 +95,6 @@ def wait_for(job: Job, kind: str, times: int = 1) -> None:
     wait_until(lambda: job.kinds().count(kind) >= times, job)
 
 
-@pytest.fixture(autouse=True)
-def own_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command is called in this process, which keeps its priority for the other tests."""
-    monkeypatch.setattr("megatron_ft.cli.verify.lower_priority", lambda: None)
-
-
 def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
     tmp_path: Path, two: Result, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,9 +110,6 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
         return nothing_lost and view["nodes"]["n1"]["scrub"]["passes"] > 0
 
     def damage(job: Job) -> None:
-        arenas = str(job.cluster.job_dir.parent)
-        verify = ["verify", "--job", job.name, "--rebuild", "--arena-dir", arenas]
-        assert main(verify) == 0, "of a running job"
         pause(job, True)
         with Arena.open(job.cluster.node_dir("n1") / f"{shard(1)}.arena") as arena:
             slot = newest(arena)

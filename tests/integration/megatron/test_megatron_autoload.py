@@ -281,7 +281,7 @@ def test_snapshots_without_a_supervisor_are_an_error_that_says_what_to_do(tmp_pa
     flags = demo_model.demo_arguments(data_path=tmp_path / "no corpus is needed")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*command, "-m", "megatron_ft.cli.demo.pretrain_gpt", *flags, "--inmem-snapshot"],
+        [*command, "-m", "tests.programs.pretrain_gpt", *flags, "--inmem-snapshot"],
         env={**os.environ, **demo_model.ENVIRONMENT, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

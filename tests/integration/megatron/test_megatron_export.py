@@ -150,7 +150,7 @@ def test_export_of_a_running_job_and_of_what_was_drained(runs: Runs) -> None:
     training = demo_model.demo_arguments(
         iterations=100_000, data_path=runs.corpus, hidden=32, sequence=16
     )
-    program_flags = ["-m", "megatron_ft.cli.demo.pretrain_gpt", *training, SNAPSHOTS]
+    program_flags = ["-m", "tests.programs.pretrain_gpt", *training, SNAPSHOTS]
     job = subprocess.Popen(
         # The trainers train as long as the commands run: those go first.
         [*command, "--", "nice", "-n", "19", sys.executable, *program_flags],

@@ -25,8 +25,8 @@ from megatron_ft.erasure.tcp import EXIT_PEER_GONE
 from megatron_ft.erasure.tcp_sockets import Word, packed
 from megatron_ft.launchers.launcher import Launcher, Placement
 from megatron_ft.rpc.sockets import SECRET_BYTES, JobKeys
-from megatron_ft.supervisor import tcp_world
-from megatron_ft.supervisor.tcp_world import TcpWorldProcess, world_status
+from megatron_ft.supervisor import encoder_world
+from megatron_ft.supervisor.encoder_world import TcpWorldProcess, world_status
 from tests.support.erasure_world import ROOT, Here, join
 
 TIMEOUT = 60.0
@@ -166,7 +166,7 @@ def test_a_rank_that_dies_ends_the_others_without_help(world: World) -> None:
 def test_a_rank_that_does_not_come_up_is_named_and_ends_the_world(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp_world, "START_SECONDS", 3.0)
+    monkeypatch.setattr(encoder_world, "START_SECONDS", 3.0)
     tmp_path.chmod(0o700)
     up = [sys.executable, "-c", "from megatron_ft.erasure.world import join_world; join_world"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -27,7 +27,7 @@ def test_the_shipped_script_survives_a_trainer_a_node_and_a_requeue(
     slurm: SlurmCluster, submit: Submit, uninterrupted: Uninterrupted, slurm_job_name: str
 ) -> None:
     """Before the job runs again the site's epilog frees its memory, so it resumes from the disk."""
-    flags = "--lease-seconds 4 --spare-imports none"
+    flags = "--lease-seconds 4"
     job = submit(nodes=3, spares=1, iterations=ITERATIONS, run_flags=flags)
     job.until_printed("committed (protected)")
     job.kill_rank(1)
@@ -57,7 +57,7 @@ def test_the_shipped_script_survives_a_trainer_a_node_and_a_requeue(
 def test_the_doctor_passes_a_good_cluster(slurm: SlurmCluster, tmp_path: Path) -> None:
     """On nodes where no process of ours has been; afterwards nothing of the doctor is there."""
     words = [sys.executable, "-m", "megatron_ft.cli.main", "doctor", "--launcher", "slurm"]
-    words += ["--protect", "xor:2", "--shard-gib", "0.01", "--rate-mib", "1"]
+    words += ["--protect", "xor:2", "--shard-gib", "0.01"]
     words += ["--state-dir", str(tmp_path / "state"), "--", sys.executable, "-c", "pass"]
     script, output = tmp_path / "doctor.sbatch", tmp_path / "output"
     script.write_text(f"#!/bin/bash\n#SBATCH --no-kill\n{shlex.join(words)}\n")

@@ -71,7 +71,6 @@ class MemoryArena:
             data_bytes=self.stripe.data_bytes,
             file_bytes=0,
             block_bytes=self.stripe.block_bytes,
-            digest_algorithm=self.stripe.digest_algorithm,
             slots=tuple(slots),
         )
 

@@ -10,10 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ft.arena.arena import Arena
-from megatron_ft.arena.digest import default_algorithm, required_bytes, seal
+from megatron_ft.arena.digest import required_bytes, seal
 from megatron_ft.arena.format import (
-    MATRIX_CAUCHY,
-    MATRIX_ONES,
     ArenaHeader,
     Geometry,
     Permit,
@@ -22,7 +20,7 @@ from megatron_ft.arena.format import (
 )
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.erasure.block_repair import RowSolver, piece_of
+from megatron_ft.erasure.block_repair import RowSolver
 from megatron_ft.erasure.member import (
     MemberView,
     StripeCode,
@@ -30,6 +28,7 @@ from megatron_ft.erasure.member import (
     member_of,
     parity_digests_of,
     parity_root,
+    piece_of,
 )
 
 BLOCK_BYTES = 1024
@@ -70,7 +69,7 @@ class Stripe:
     def view(self, member: int) -> MemberView:
         """The member's slot, writable, as its header says it is."""
         header = self.slots[member][SLOT]
-        return member_of(self.arenas[member], SLOT, header, writable=True)
+        return member_of(self.arenas[member], SLOT, header, data=True, parity=True)
 
     def remember_control(self, member: int) -> None:
         """Headers were written anew, with higher versions: that is how they should be now."""
@@ -98,12 +97,10 @@ class Stripe:
             incarnation=1,
             lineage=(Ancestor(1, None),),
             codec=self.scheme.kind,
-            matrix=MATRIX_CAUCHY if self.scheme.kind == "rs" else MATRIX_ONES,
             data_members=k,
             parity_members=m,
             member_index=number,
             members=self.shards,
-            digest_algorithm=default_algorithm(),
             geometry=geometry,
         )
 
@@ -122,7 +119,6 @@ class Stripe:
             meta=b"small objects",
             layout_hash=bytes(32),
             block_bytes=BLOCK_BYTES,
-            algorithm=self.headers[number].digest_algorithm,
         )
 
     def _protect(self, records: list[SealedRecord]) -> None:
@@ -131,7 +127,7 @@ class Stripe:
         sealed = SlotHeader(SlotState.COMMITTED, SNAPSHOT, ITERATION, stripe_table=table)
         headers = [replace(sealed, record=record) for record in records]
         views = [
-            member_of(arena, SLOT, header, writable=True)
+            member_of(arena, SLOT, header, data=True, parity=True)
             for arena, header in zip(self.arenas, headers, strict=True)
         ]
         code_rows(self.code, views)

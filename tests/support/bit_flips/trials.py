@@ -17,7 +17,6 @@ from megatron_ft.erasure.block_repair import (
     SlotInspector,
     mend_data,
     mend_parity,
-    piece_of,
     place_of,
     places_of,
 )
@@ -27,8 +26,10 @@ from megatron_ft.erasure.member import (
     MemberView,
     ParityCheck,
     digest_table_of,
+    piece_of,
 )
 from tests.support import damage as r
+from tests.support.arena_damage import damaged_records
 from tests.support.bit_flips.stripe import ITERATION, PERMIT, SLOT, Stripe
 
 
@@ -202,7 +203,7 @@ class Trials:
         if not arena.mend_records(stripe.headers[member], stripe.slots[member]):
             return "missed"
         again = [arena.header, arena.slot(SLOT)]
-        if again != known or arena.damaged_records():
+        if again != known or damaged_records(arena):
             return "missed"
         stripe.remember_control(member)
         return "refused" if header is None else "repaired"

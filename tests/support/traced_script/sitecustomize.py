@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megatron_ft.cli.chaos.trace import VARIABLE
 from megatron_ft.core.startup import DEEPSPEED, LOOP
@@ -30,11 +31,19 @@ class BeforeImport:
 
 def stand_in() -> None:
     """Pretend, before Megatron is imported, that there are devices if there are none."""
+    from importlib.util import module_from_spec, spec_from_file_location
+
     from megatron_ft.cli.demo import cpu_device
 
+    # By its path: a checkout of Megatron-LM has a package "tests" of its own.
+    spec: Any = spec_from_file_location(
+        "megatron_host", Path(__file__).parents[1] / "megatron_host.py"
+    )
+    host = module_from_spec(spec)
+    spec.loader.exec_module(host)
     if cpu_device.needed():
         cpu_device.install(megatron=False)
-        for module, fill in cpu_device.MEGATRON_PARTS.items():
+        for module, fill in host.MEGATRON_PARTS.items():
             AfterImport(module, fill).install()
 
 

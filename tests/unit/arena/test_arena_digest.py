@@ -22,10 +22,6 @@ from megatron_ft.core.identity import SealedRecord, SnapshotId
 from tests.support.arena_samples import SHARD, make_record
 
 BLOCK = 256
-ALGORITHMS = [
-    pytest.param(1, marks=pytest.mark.skipif(not isal.available(), reason="ISA-L is missing")),
-    2,
-]
 LENGTHS = [0, 1, 63, 64, 65, 251, 256, 1021]
 
 
@@ -34,18 +30,17 @@ def dirty_region(size: int, seed: int = 0) -> np.ndarray:
 
 
 def sealed(
-    tensor_bytes: int, meta: bytes, algorithm: int = 2, *, spare: int = 200, block: int = BLOCK
+    tensor_bytes: int, meta: bytes, *, spare: int = 200, block: int = BLOCK
 ) -> tuple[np.ndarray, SealedRecord]:
     """A region that was full of other bytes, and its record."""
     data = dirty_region(digest.required_bytes(tensor_bytes, len(meta), block) + spare)
-    return data, seal(data, tensor_bytes, meta, algorithm, block=block)
+    return data, seal(data, tensor_bytes, meta, block=block)
 
 
 def seal(
     data: np.ndarray,
     tensor_bytes: int,
     meta: bytes,
-    algorithm: int = 2,
     *,
     block: int = BLOCK,
     dirty_bytes: int | None = None,
@@ -59,20 +54,18 @@ def seal(
         meta=meta,
         layout_hash=bytes(32),
         block_bytes=block,
-        algorithm=algorithm,
         dirty_bytes=dirty_bytes,
     )
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("tensor_bytes", LENGTHS)
 @pytest.mark.parametrize("meta_bytes", [0, 1, 64, 997])
-def test_a_sealed_region_verifies(tensor_bytes: int, meta_bytes: int, algorithm: int) -> None:
+def test_a_sealed_region_verifies(tensor_bytes: int, meta_bytes: int) -> None:
     meta = dirty_region(meta_bytes, 5).tobytes()
-    data, record = sealed(tensor_bytes, meta, algorithm)
+    data, record = sealed(tensor_bytes, meta)
     assert np.array_equal(data[:tensor_bytes], dirty_region(data.size)[:tensor_bytes])
     assert digest.verify_root(data, record)
-    assert digest.verify_shard(data, record, BLOCK, algorithm) == []
+    assert digest.verify_shard(data, record, BLOCK) == []
     assert digest.read_meta(data, record) == meta
     assert digest.tail_is_zero(data, record)
     assert record.used_bytes == digest.required_bytes(tensor_bytes, meta_bytes, BLOCK)
@@ -85,7 +78,8 @@ def test_objects_are_checked_without_reading_tensors(
     data, record = sealed(tensor_bytes, bytes(meta_bytes))
     at = position % record.used_bytes
     data[at] ^= 1 << bit
-    bad = digest.verify_meta(data, record, BLOCK, 2)
+    check = digest.BlockCheck(data, record, BLOCK)
+    bad = check.bad(digest.first_meta_block(record, BLOCK), check.blocks)
     first = record.meta_offset // BLOCK * BLOCK
     assert bool(bad) == (at >= first)
     if first <= at < record.digest_offset:
@@ -101,27 +95,25 @@ def test_the_region_by_hand() -> None:
     assert raw[100:128] == bytes(28)
     assert raw[128:198] == b"m" * 70
     assert raw[198:256] == bytes(58)
-    assert raw[256:264] == hashlib.blake2b(raw[:256], digest_size=8).digest()
+    assert raw[256:264] == isal.crc64(data[:256]).to_bytes(8, "little")
     assert raw[264:] == bytes(len(raw) - 264)
     fields = [SHARD, [7, 91], 1234, 100, 128, 70, 256, 264, bytes(32), b""]
     root = hashlib.blake2b(raw[256:264] + msgspec.msgpack.encode(fields), digest_size=32)
     assert record.digest_root == root.digest()
 
 
-@pytest.mark.skipif(not isal.available(), reason="ISA-L is missing")
 def test_crc64_is_the_published_one() -> None:
     # The check value of CRC-64/XZ for the digits 1 to 9.
-    assert digest.digest_block(np.frombuffer(b"123456789", np.uint8), 1) == 0x995DC9BBDF1939FA
+    assert digest.digest_block(np.frombuffer(b"123456789", np.uint8)) == 0x995DC9BBDF1939FA
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_flipped_bit_is_found(algorithm: int) -> None:
-    data, record = sealed(300, b"objects", algorithm, spare=24)
+def test_every_flipped_bit_is_found() -> None:
+    data, record = sealed(300, b"objects", spare=24)
     blocks = digest.table_entries(record.digest_offset, BLOCK)
     for position in range(8 * data.size):
         at, mask = position // 8, np.uint8(1 << position % 8)
         data[at] ^= mask
-        bad = digest.verify_shard(data, record, BLOCK, algorithm)
+        bad = digest.verify_shard(data, record, BLOCK)
         if at < record.digest_offset:
             assert bad == [at // BLOCK]
         elif at < record.used_bytes:
@@ -129,7 +121,7 @@ def test_every_flipped_bit_is_found(algorithm: int) -> None:
         else:
             assert bad == [] and not digest.tail_is_zero(data, record)
         data[at] ^= mask
-    assert digest.verify_shard(data, record, BLOCK, algorithm) == []
+    assert digest.verify_shard(data, record, BLOCK) == []
 
 
 @pytest.mark.parametrize("field", SealedRecord.__struct_fields__)
@@ -139,24 +131,19 @@ def test_every_changed_field_of_the_record_is_found(field: str) -> None:
     changed = {str: "other", bytes: bytes(31) + b"\1", int: 17}.get(type(value), SnapshotId(7, 92))
     other = msgspec.structs.replace(record, **{field: changed})
     assert not digest.verify_root(data, other)
-    assert digest.verify_shard(data, other, BLOCK, 2) != []
+    assert digest.verify_shard(data, other, BLOCK) != []
 
 
 def test_an_empty_shard_with_a_wrong_root_is_not_good() -> None:
     data, record = sealed(0, b"")
-    assert digest.verify_shard(data, record, BLOCK, 2) == []
+    assert digest.verify_shard(data, record, BLOCK) == []
     wrong = msgspec.structs.replace(record, digest_root=bytes(32))
-    assert digest.verify_shard(data, wrong, BLOCK, 2) == [0]
+    assert digest.verify_shard(data, wrong, BLOCK) == [0]
 
 
-def test_another_block_size_or_algorithm_is_not_good() -> None:
+def test_another_block_size_is_not_good() -> None:
     data, record = sealed(1000, b"objects")
-    assert digest.verify_shard(data, record, BLOCK // 2, 2) != []
-    if isal.available():
-        blocks = digest.table_entries(record.digest_offset, BLOCK)
-        assert digest.verify_shard(data, record, BLOCK, 1) == list(range(blocks))
-    with pytest.raises(ValueError, match="algorithm 3"):
-        digest.verify_shard(data, record, BLOCK, 3)
+    assert digest.verify_shard(data, record, BLOCK // 2) != []
 
 
 def test_a_shard_that_does_not_fit_is_refused_and_nothing_is_written() -> None:
@@ -211,7 +198,7 @@ def test_a_record_of_any_numbers_never_reads_outside(numbers: tuple[int, ...]) -
     names = ("tensor_bytes", "meta_offset", "meta_bytes", "digest_offset", "used_bytes")
     record = msgspec.structs.replace(good, **dict(zip(names, numbers, strict=True)))
     assert digest.verify_root(data, record) == (record == good)
-    assert (digest.verify_shard(data, record, BLOCK, 2) == []) == (record == good)
+    assert (digest.verify_shard(data, record, BLOCK) == []) == (record == good)
     for read in (digest.digest_table, digest.read_meta, digest.tail_is_zero):
         try:
             read(data, record)
@@ -240,12 +227,12 @@ def test_lengths_out_of_order_or_outside_are_corrupt(field: str, change: int) ->
         with pytest.raises(ArenaCorruptError, match="cannot hold"):
             read(data, record)
     assert not digest.verify_root(data, record)
-    assert digest.verify_shard(data, record, BLOCK, 2) != []
+    assert digest.verify_shard(data, record, BLOCK) != []
 
 
 def test_out_of_the_wrong_size_is_refused() -> None:
     with pytest.raises(ValueError, match="have 3 blocks"):
-        digest.digest_blocks(np.zeros(600, np.uint8), BLOCK, 2, np.zeros(2, np.uint64))
+        digest.digest_blocks(np.zeros(600, np.uint8), BLOCK, np.zeros(2, np.uint64))
 
 
 @pytest.fixture
@@ -257,14 +244,14 @@ def eager_threads() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def ran_beside(block: np.ndarray, algorithm: int) -> bool:
+def ran_beside(block: np.ndarray) -> bool:
     """Whether this thread ran in the middle half of another thread's one call."""
     started, span = threading.Event(), []
 
     def work() -> None:
         started.set()
         begin = time.perf_counter()
-        digest.digest_block(block, algorithm)
+        digest.digest_block(block)
         span.extend((begin, time.perf_counter()))
 
     thread = threading.Thread(target=work)
@@ -278,41 +265,30 @@ def ran_beside(block: np.ndarray, algorithm: int) -> bool:
     return any(span[0] + quarter < moment < span[1] - quarter for moment in moments)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_digesting_leaves_the_interpreter_to_other_threads(
-    algorithm: int, eager_threads: None
-) -> None:
+def test_digesting_leaves_the_interpreter_to_other_threads(eager_threads: None) -> None:
     block = np.zeros(64 << 20, np.uint8)
     # On a busy machine this thread may get no core in time; with the GIL held it never runs.
-    assert any(ran_beside(block, algorithm) for _ in range(20))
-
-
-def test_the_default_algorithm_is_one_that_works() -> None:
-    algorithm = digest.default_algorithm()
-    assert algorithm == (1 if isal.available() else 2)
-    assert 0 <= digest.digest_block(np.zeros(5, np.uint8), algorithm) < 1 << 64
+    assert any(ran_beside(block) for _ in range(20))
 
 
 @given(st.integers(0, 5000), st.integers(1, 7), st.data())
 def test_runs_of_blocks_find_what_one_look_finds(
     tensor_bytes: int, run: int, data: st.DataObject
 ) -> None:
-    algorithm = digest.default_algorithm()
-    region, record = sealed(tensor_bytes, b"objects", algorithm)
+    region, record = sealed(tensor_bytes, b"objects")
     for at in data.draw(st.lists(st.integers(0, record.used_bytes - 1), max_size=3)):
         region[at] ^= 1
-    check = digest.BlockCheck(region, record, BLOCK, algorithm)
+    check = digest.BlockCheck(region, record, BLOCK)
     starts = range(0, check.blocks, run)
     found = [number for at in starts for number in check.bad(at, min(at + run, check.blocks))]
-    assert found == digest.verify_shard(region, record, BLOCK, algorithm)
+    assert found == digest.verify_shard(region, record, BLOCK)
 
 
 def test_any_blocks_may_be_asked_about() -> None:
-    algorithm = digest.default_algorithm()
-    region, record = sealed(20 * BLOCK + 9, b"objects", algorithm)
+    region, record = sealed(20 * BLOCK + 9, b"objects")
     for damaged in range(0, 20, 3):
         region[damaged * BLOCK + 77] ^= 1
-        check = digest.BlockCheck(region, record, BLOCK, algorithm)
+        check = digest.BlockCheck(region, record, BLOCK)
         for first, stop in itertools.combinations(range(check.blocks + 1), 2):
             assert check.bad(first, stop) == [damaged] * (first <= damaged < stop)
         region[damaged * BLOCK + 77] ^= 1

@@ -123,7 +123,7 @@ def test_a_permit_for_a_slot_that_does_not_exist_counts_as_absent(path: Path) ->
 
 def test_an_arena_without_parity_has_empty_parity(folder: Path) -> None:
     header = make_header(
-        codec="none", matrix=0, data_members=1, parity_members=0, members=(SHARD,),
+        codec="none", data_members=1, parity_members=0, members=(SHARD,),
         member_index=0, geometry=Geometry(3, 4096, 0, 1024),
     )  # fmt: skip
     with Arena.create(folder / "a.arena", header) as arena:

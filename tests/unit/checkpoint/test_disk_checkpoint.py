@@ -22,9 +22,14 @@ import safetensors.numpy
 from megatron_ft.checkpoint import disk_format as mf
 from megatron_ft.checkpoint.disk_format import folder_name
 from megatron_ft.checkpoint.drain import DrainPlan, finish, publish, tidy, write_shards
-from megatron_ft.checkpoint.drained import clean_up, clear_unfinished, superfluous
+from megatron_ft.checkpoint.drained import (
+    clean_up,
+    clear_unfinished,
+    open_checkpoint,
+    superfluous,
+)
 from megatron_ft.checkpoint.live import open_live
-from megatron_ft.checkpoint.load import open_checkpoint, read_manifest
+from megatron_ft.checkpoint.load import read_manifest
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.cli import drain as drain_command
 from megatron_ft.cli import main as cli
@@ -244,11 +249,7 @@ def test_no_manifest_without_all_shards(memory: Memory, tmp_path: Path) -> None:
 def test_folders_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no folder"):
         open_checkpoint(tmp_path / "absent")
-    with pytest.raises(ConfigError, match="holds no checkpoint"):
-        open_checkpoint(tmp_path)
-    for job in ("0" * 8, "1" * 8):
-        (tmp_path / f"iter_0000020-1.7-{job}").mkdir()
-    with pytest.raises(ConfigError, match="2 jobs"):
+    with pytest.raises(ConfigError, match="holds no whole checkpoint"):
         open_checkpoint(tmp_path)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import tail_is_zero, verify_shard
-from megatron_ft.arena.format import DIGEST_CRC64, SlotState
+from megatron_ft.arena.format import SlotState
 from megatron_ft.checkpoint.decide import Decision
 from megatron_ft.checkpoint.disk_format import DiskCalls, Manifest, ShardFile, folder_name
 from megatron_ft.checkpoint.drain import publish, write_shards
@@ -32,7 +32,7 @@ from megatron_ft.supervisor import disk_restore
 from megatron_ft.supervisor.disk_restore import DiskRestores
 from megatron_ft.supervisor.job_state import JobRecord
 from megatron_ft.supervisor.spec import JobSpec
-from tests.support.disk_samples import ALGORITHM, BLOCK, JOB, SHARDS, Memory, waiting
+from tests.support.disk_samples import BLOCK, JOB, SHARDS, Memory, waiting
 
 SEATS = {shard: ShardPlacement(rank, (), 5000) for rank, shard in enumerate(SHARDS)}
 
@@ -157,17 +157,14 @@ def test_a_shard_comes_back_as_it_was(memory: Memory, folder: Path, tmp_path: Pa
     for shard in SHARDS:
         record = fill(new.path(shard), folder, shard, one.manifest)
         with Arena.open(new.path(shard)) as arena, Arena.open(memory.path(shard)) as old:
-            assert verify_shard(arena.data(1), record, BLOCK, ALGORITHM) == []
+            assert verify_shard(arena.data(1), record, BLOCK) == []
             assert tail_is_zero(arena.data(1), record)
             assert np.array_equal(arena.data(1), old.data(1))
             assert arena.slot(1).state == SlotState.REBUILDING, "only the SMP writes headers"
 
 
-@pytest.mark.parametrize(("block", "algorithm"), [(4096, ALGORITHM), (BLOCK, DIGEST_CRC64)])
-def test_an_arena_with_other_digests_is_refused(
-    folder: Path, tmp_path: Path, block: int, algorithm: int
-) -> None:
-    new = waiting(tmp_path / "new", block_bytes=block, algorithm=algorithm)
+def test_an_arena_with_other_digests_is_refused(folder: Path, tmp_path: Path) -> None:
+    new = waiting(tmp_path / "new", block_bytes=4096)
     with pytest.raises(DrainError, match=r"dp0\.safetensors has digests .*: export the"):
         fill(new.path("dp0"), folder, "dp0", read_manifest(folder))
     with Arena.open(new.path("dp0")) as arena:

@@ -16,7 +16,7 @@ from megatron_ft.checkpoint import drain as write
 from megatron_ft.checkpoint.disk_format import DiskCalls
 from megatron_ft.checkpoint.load import fill, read_manifest
 from tests.support.disk_drains import Recorder, drain, killed, newest_of, suicide
-from tests.support.disk_samples import ALGORITHM, BLOCK, Memory, waiting
+from tests.support.disk_samples import BLOCK, Memory, waiting
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.ESTALE, errno.EDQUOT)
 
@@ -76,7 +76,7 @@ def test_a_load_that_is_killed_at_any_step_can_be_done_again(
             assert arena.slot(1).state == SlotState.REBUILDING, "it counts as lost"
         record = fill(path, folder, "dp0", manifest)
         with Arena.open(path) as arena:
-            assert verify_shard(arena.data(1), record, BLOCK, ALGORITHM) == []
+            assert verify_shard(arena.data(1), record, BLOCK) == []
 
 
 class Scale(DiskCalls):

@@ -39,7 +39,6 @@ def test_stock_readers_find_every_byte_of_any_layout(
         meta=meta,
         layout_hash=layout.hash(),
         block_bytes=256,
-        algorithm=2,
     )
     header = ours.ShardHeader(record, 256, 2, "job")
     raw = ours.pack_header(header, layout)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.arena import binary
+from megatron_ft.core.errors import ArenaCorruptError
 from megatron_ft.erasure.block_repair import Blocks, Damage, RowSolver, SlotInspector, block_of
 from megatron_ft.erasure.member import MemberView, StripeCode
 from tests.support import damage as regions
@@ -73,7 +74,18 @@ def test_headers_without_a_commit_word_are_noticed(
         version = int.from_bytes(raw[:8], "little")
         end = binary.ENVELOPE_BYTES + int.from_bytes(raw[16:20], "little")
         payload = raw[binary.ENVELOPE_BYTES : end]
+        try:
+            unpack[place.kind](payload)
+        except ArenaCorruptError:
+            return None
         return (version, payload) if version < binary.MAX_VERSION else None
+
+    unpack = {
+        binary.KIND_HEADER: binary.unpack_header,
+        binary.KIND_SLOT: binary.unpack_slot,
+        binary.KIND_PERMIT: binary.unpack_permit,
+        binary.KIND_PROGRESS: binary.unpack_progress,
+    }
 
     monkeypatch.setattr(binary, "parse_copy", parse)
     counts = flip("xor:3", 300, seed=1, folder=tmp_path)

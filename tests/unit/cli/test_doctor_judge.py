@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,38 +15,26 @@ from hypothesis import strategies as st
 from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.arena.limits import MemoryReading
 from megatron_ft.cli.doctor.checks import judge
-from megatron_ft.cli.doctor.command import EXIT_CODES, parameters_of, shard_size
-from megatron_ft.cli.doctor.examine import clock_between, judge_no_kill, warning
-from megatron_ft.cli.doctor.facts import (
-    Clock,
-    DrainPlace,
-    ExportPlace,
-    Facts,
-    Leftover,
-    Rates,
-)
+from megatron_ft.cli.doctor.command import EXIT_CODES, shard_size
+from megatron_ft.cli.doctor.facts import Facts, TrialRank
 from megatron_ft.cli.doctor.node_checks import node_bytes, shortest_scheme
-from megatron_ft.cli.doctor.pairs import all_pairs
-from megatron_ft.cli.doctor.report import (
-    Finding,
-    Judged,
-    Severity,
-    as_json,
-    by_node,
-    render,
-    worst,
-)
+from megatron_ft.cli.doctor.report import Finding, Severity, as_json, by_node, render, worst
+from megatron_ft.cli.doctor.trial_world import TrialWorlds, silent_ranks
 from megatron_ft.core.scheme import Scheme
+from megatron_ft.erasure.transport import Transport
 from megatron_ft.launchers.container import python_of
+from megatron_ft.launchers.launcher import Launcher
+from megatron_ft.launchers.slurm.allocation import asks_no_kill
 from tests.support.doctor_facts import (
     GIB,
     NODES,
     PACKAGES,
     STEP,
     arena,
-    exports,
     facts,
+    folders,
     node,
+    rank,
     trainer,
     wishes,
     with_node,
@@ -52,10 +43,13 @@ from tests.support.doctor_facts import (
 )
 
 RS = Scheme.parse("rs:3+1")
-SLOW_PAIRS = {p: 2e9 if "n2" in p else 20e9 for p in all_pairs(NODES)}
-ONE_DEAD = {p: 0.0 if "n2" in p else 20e9 for p in all_pairs(NODES)}
 RACKS = {"n0": "r0", "n1": "r0", "n2": "r0", "n3": "r1", "n4": "r1"}
 OLD = PACKAGES | {"megatron-core": "0.16.9", "deepspeed": "0.18.0"}
+
+
+def with_folder(name: str, **changes: object) -> Facts:
+    return with_node("n2", folders=folders(name, **changes))
+
 
 # What is wrong, which check says so and how, and the node that must be named ("" for none).
 CASES: list[tuple[Facts, str, str, str, str]] = [
@@ -63,10 +57,8 @@ CASES: list[tuple[Facts, str, str, str, str]] = [
     (facts(wishes=wishes(spares=(), active=NODES[:4])), "spares", "warning", "no spare", ""),
     (facts(wishes=wishes(scheme=Scheme.parse("none")), world=None), "protection", "warning",
      "", ""),
-    (facts(wishes=wishes(domains=RACKS)), "protection", "refused", "r0 holds 3 of 4 nodes", ""),
-    (facts(no_kill="missing"), "slurm", "refused", "kills the whole job", ""),
-    (facts(no_kill="unknown"), "slurm", "warning", "does not tell", ""),
-    (facts(no_kill="in the script"), "slurm", "warning", "unknown", ""),
+    (facts(wishes=wishes(domains=RACKS)), "protection", "refused", "r0 holds 3 (", ""),
+    (facts(no_kill=False), "slurm", "warning", "kills the job", ""),
     (with_trainer("n2", cgroup=STEP.format("1")), "steps", "refused", "share the cgroup", "n2"),
     (with_trainer("n2", python="3.9.2"), "versions", "refused", "3.9.2", "n2"),
     (with_trainer("n2", packages={}), "versions", "refused", "no torch", "n2"),
@@ -81,54 +73,39 @@ CASES: list[tuple[Facts, str, str, str, str]] = [
      "n2"),
     (with_node("n2", arena=arena(inode=102, limits=(MemoryReading("memory.max", 200 * GIB),))),
      "memory", "refused", "memory.max leaves 200.00 GiB", "n2"),
-    (facts(wishes=wishes(shard_bytes=None)), "memory", "warning", "need not known", ""),
-    (with_node("n2", arena=arena(inode=102, leftovers=(Leftover("old", GIB, ""),))), "leftovers",
-     "warning", "old (1.00 GiB)", "n2"),
+    (facts(wishes=wishes(shard_bytes=0)), "memory", "warning", "need not known", ""),
     (with_trainer("n2", inode=7), "same arena", "refused", "a trainer does not see", "n2"),
     (with_trainer("n2", inode=0, error="FileNotFoundError: x"), "same arena", "refused",
      "FileNotFoundError", "n2"),
     (facts(trainers={**facts().trainers, "n2": "no such image"}), "same arena", "refused",
      "no such image", "n2"),
-    (with_node("n2", remove_ipc=True), "RemoveIPC", "warning", "vanish", "n2"),
-    (with_node("n2", descriptors=256), "descriptors", "refused", "256 open files", "n2"),
-    (with_node("n2", locked_memory=65536), "locked memory", "warning", "64.00 KiB", "n2"),
-    (with_node("n2", cpus=8), "cores", "warning", "8 cores", "n2"),
-    (with_node("n2", rates=Rates(error="No space left")), "rates", "refused", "No space", "n2"),
-    (with_node("n2", rates=Rates(3e9, 3e9, 5e9)), "rates", "warning", "memory runs at 30%", "n2"),
-    (with_node("n2", rates=Rates(10e9, 4.6e9, 5e9)), "rates", "warning", "50% of memcpy", "n2"),
-    (facts(world=world(rates=SLOW_PAIRS)), "pairs", "warning", "10% of the typical", "n2"),
-    (facts(world=world(rates=ONE_DEAD)), "pairs", "refused", "to nobody", "n2"),
-    (facts(world=world(error="orted died", joined={}, broken=("n2",))), "mpi", "refused",
+    (facts(world=world(ranks={**world().ranks, "n2": rank("n2", inode=7)})), "same arena",
+     "refused", "an encoder does not see", "n2"),
+    (with_node("n2", removes_ipc=True), "RemoveIPC", "warning", "vanish", "n2"),
+    (facts(world=world(ranks={**world().ranks, "n2": rank("n2", silent=(0, 3))})), "encoders",
+     "refused", "no answer to n0, n3", "n2"),
+    (facts(world=world(error="orted died", ranks={}, broken=("n2",))), "encoders", "refused",
      "orted died", "n2"),
-    (facts(world=world(error="too many", joined={}, broken=())), "mpi", "refused",
-     "worlds of two nodes work", ""),
-    (facts(world=world(tcp=True, no_mpi="no libmpi.so")), "mpi", "warning",
+    (facts(world=world(error="too many", ranks={})), "encoders", "refused",
+     "halves of the nodes make worlds", ""),
+    (facts(world=world(tcp=True, no_mpi="no libmpi.so")), "encoders", "warning",
      "because no MPI can be loaded: no libmpi.so", ""),
-    (facts(clocks={**facts().clocks, "n2": Clock(4.0, 4.5)}), "clocks", "warning", "4.0 s", "n2"),
-    (facts(clocks={**facts().clocks, "n2": Clock(-9.0, -8.5)}), "clocks", "warning", "8.5 s", "n2"),
     (facts(wishes=wishes(drain_dir="")), "drain folder", "warning", "no --drain-dir", ""),
-    (with_node("n2", drain=DrainPlace(error="Read-only file system")), "drain folder", "refused",
+    (with_folder("/drain", error="Read-only file system"), "drain folder", "refused",
      "Read-only", "n2"),
-    (with_node("n2", drain=DrainPlace(1e9, "", 1 << 50)), "drain folder", "refused",
-     "another folder", "n2"),
-    (with_node("n2", drain=DrainPlace(1e9, ".token", GIB)), "drain folder", "refused",
-     "only 1.00 GiB are free", ""),
-    (with_node("n2", drain=DrainPlace(1e9, ".token", 959 * GIB)), "drain folder", "warning",
-     "only 959.00 GiB are free", ""),
-    (with_node("n2", drain=DrainPlace(1e8, ".token", 1 << 50)), "drain folder", "warning",
-     "10% of the typical", "n2"),
-    (facts(exports=(exports(holder="job 'other' (process 7 on x)"),)), "export folder", "refused",
+    (with_folder("/drain", same=False), "drain folder", "refused", "another folder", "n2"),
+    (facts(seen_here={"/drain": ("n0", "n1", "n3", "n4"), "/exports": NODES}), "drain folder",
+     "refused", "another folder", "n2"),
+    (with_folder("/drain", distrust="belongs to user 65534"), "drain folder", "refused",
+     "belongs to user 65534", "n2"),
+    (with_folder("/drain", free_bytes=GIB), "drain folder", "refused", "1.00 GiB free", ""),
+    (with_folder("/drain", free_bytes=959 * GIB), "drain folder", "warning",
+     "959.00 GiB free", ""),
+    (facts(exporter="job 'other' (process 7 on x)"), "export folder", "refused",
      "--drain-export-dir /exports: job 'other' (process 7 on x) exports there", ""),
-    (facts(exports=(exports(problem="No locks available"),)), "export folder", "warning",
-     "cannot be locked (No locks available)", ""),
-    (with_node("n2", exports={"/exports": ExportPlace(error="Read-only file system")}),
-     "export folder", "refused", "/exports: Read-only", "n2"),
-    (with_node("n2", exports={"/exports": ExportPlace()}), "export folder", "refused",
-     "another folder than here", "n2"),
-    (with_node("n2", exports={"/exports": ExportPlace(same=True, problem="No locks available")}),
-     "export folder", "warning", "cannot be locked there (No locks available)", "n2"),
-    (with_node("n2", exports={"/exports": ExportPlace(same=True)}), "export folder", "warning",
-     "a lock that is taken here is not seen there", "n2"),
+    (with_folder("/exports", error="Read-only file system"), "export folder", "refused",
+     "/exports: Read-only", "n2"),
+    (with_folder("/exports", same=False), "export folder", "refused", "another folder", "n2"),
 ]  # fmt: skip
 
 
@@ -147,7 +124,7 @@ def test_what_is_wrong_is_named(case: tuple[Facts, str, str, str, str]) -> None:
     assert text in mine[0].text and mine[0].advice
     assert mine[0].nodes == ((name,) if name else ())
     # Some causes have a second consequence, in the check that follows from it.
-    assert {f.check for f in bad} - {check} <= {"same code", "versions", "rates"}, render(bad)
+    assert {f.check for f in bad} - {check} <= {"same code", "versions"}, render(bad)
 
 
 def test_a_missing_framework_is_refused_where_it_is_used() -> None:
@@ -177,15 +154,6 @@ def test_nodes_of_one_machine_share_its_memory() -> None:
     assert (memory(""), memory("one")) == (Severity.OK, Severity.REFUSED)
 
 
-def test_tcp_locks_no_memory_and_system_users_keep_their_files() -> None:
-    tcp = {"fabric": "OMPI_MCA_btl=self,tcp"}
-    ranks = {n: msgspec.structs.replace(rank, **tcp) for n, rank in world().joined.items()}
-    nodes = {n: node(n, locked_memory=65536, remove_ipc=True, user=0) for n in NODES}
-    assert worst(judge(facts(nodes=nodes, world=world(joined=ranks)))) is Severity.OK
-    nodes = {n: node(n, remove_ipc=True, lingers=True) for n in NODES}
-    assert worst(judge(facts(nodes=nodes))) is Severity.OK
-
-
 @given(st.integers(1, 10**9), st.integers(1, 8), st.integers(2, 3))
 def test_memory_is_never_less_than_state_slots_and_parity(
     size: int, ranks: int, slots: int
@@ -203,29 +171,10 @@ def test_stripes_shortened_by_domains_cost_more() -> None:
     assert shortest_scheme(NODES[:4], pairs, RS) == Scheme.parse("rs:1+1")
 
 
-def test_the_size_of_a_shard_comes_from_the_user_or_from_megatrons_flags() -> None:
-    assert shard_size(1.5, 7e9, [], 8) == (3 << 29, "--shard-gib")
-    assert shard_size(None, 7e9, [], 8)[0] == 7e9 * 12 / 8
-    # GPT-3 175B: 96 layers of 12288, a vocabulary of 51200.
-    gpt3 = "--num-layers 96 --hidden-size=12288 --num-attention-heads 96 --vocab-size 51200".split()
-    assert parameters_of(gpt3) == pytest.approx(174.6e9, rel=0.01)
-    # Llama 3 8B has 8.03e9.
-    llama = (
-        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --swiglu "
-        "--num-attention-heads 32 --group-query-attention --num-query-groups 8 "
-        "--vocab-size 128256 --untie-embeddings-and-output-weights"
-    ).split()
-    assert parameters_of(llama) == pytest.approx(8.03e9, rel=0.01)
-    assert parameters_of([*gpt3, "--num-experts", "8"]) == 0
-    assert shard_size(None, None, ["python", "train.py", "--num-layers", "x"], 8)[0] is None
-
-
-def test_clocks_are_bounded_by_the_round_trip() -> None:
-    asked, began, ended, answered = 100.0, 100.4, 102.0, 102.5
-    for ahead in (0.0, 3.0, -7.0):
-        clock = clock_between(asked, began + ahead, ended + ahead, answered)
-        assert clock.least <= ahead <= clock.most
-        assert clock.most - clock.least == pytest.approx(0.9)
+def test_the_size_of_a_shard_comes_from_the_user() -> None:
+    assert shard_size(1.5, 7e9, 8) == 3 << 29
+    assert shard_size(0, 7e9, 8) == 7e9 * 12 / 8
+    assert shard_size(0, 0, 8) == 0
 
 
 def test_what_wraps_the_trainers_python_is_kept() -> None:
@@ -238,36 +187,25 @@ SCRIPT = "#!/bin/bash\n#SBATCH --nodes=5\n#SBATCH{} --requeue\nsrun --no-kill x\
 
 
 @pytest.mark.parametrize(
-    ("script", "line", "variables", "expected"),
-    [(" --no-kill", None, {}, "in the script"), (" -k", "sbatch job.sh", {}, "set"),
-     ("", "sbatch --no-kill job.sh", {}, "set"), ("", "sbatch job.sh", {}, "missing"),
-     ("", None, {}, "unknown"), ("", None, {"SBATCH_NO_KILL": "1"}, "in the script"),
-     ("", "sbatch job.sh", {"SBATCH_NO_KILL": "1"}, "set"),
-     (" --no-kill", "sbatch --no-kill=off job.sh", {}, "missing"),
-     (" --no-kill", None, {"SBATCH_NO_KILL": "off"}, "missing"),
-     (" --no-killer", "sbatch job.sh", {}, "missing")],
+    ("script", "line", "variables", "asked"),
+    [(" --no-kill", "", {}, True), (" -k", "sbatch job.sh", {}, True),
+     ("", "sbatch --no-kill job.sh", {}, True), ("", "sbatch job.sh", {}, False),
+     ("", "", {}, False), ("", "", {"SBATCH_NO_KILL": ""}, True),
+     (" --no-kill", "sbatch --no-kill=off job.sh", {}, False),
+     (" --no-kill", "", {"SBATCH_NO_KILL": "off"}, False),
+     (" --no-killer", "sbatch job.sh", {}, False)],
 )  # fmt: skip
 def test_no_kill_is_read_as_sbatch_reads_it(
-    script: str, line: str | None, variables: dict[str, str], expected: str
+    script: str, line: str, variables: dict[str, str], asked: bool
 ) -> None:
-    assert judge_no_kill(SCRIPT.format(script), line, variables) == expected
-
-
-@pytest.mark.parametrize(
-    ("found", "warned"),
-    [(None, False), ("set", False), ("in the script", False), ("missing", True), ("unknown", True)],
-)
-def test_a_job_that_a_lost_node_may_kill_is_warned_at_its_start(
-    found: str | None, warned: bool
-) -> None:
-    assert ("put `#SBATCH --no-kill`" in warning(found)) == warned
+    assert asks_no_kill(SCRIPT.format(script), line, variables) == asked
 
 
 @given(st.lists(st.sampled_from(list(Severity)), min_size=1, max_size=6))
 def test_nodes_are_grouped_and_the_worst_counts(verdicts: list[Severity]) -> None:
     said = {f"n{i}": verdict for i, verdict in enumerate(verdicts)}
-    judged = by_node(said, lambda verdict: Judged(verdict, f"is {verdict.value}"))
-    findings = [Finding("x", *one) for one in judged]
+    judged = by_node(said, lambda verdict: Finding(verdict, f"is {verdict.value}"))
+    findings = judged
     assert worst(findings) is max(verdicts, key=list(Severity).index) is findings[0].verdict
     named = [n for f in findings for n in f.nodes]
     assert sorted(named) == (sorted(said) if len(set(verdicts)) > 1 else [])
@@ -277,19 +215,57 @@ def test_nodes_are_grouped_and_the_worst_counts(verdicts: list[Severity]) -> Non
 
 
 def test_long_lines_are_folded_below_their_text() -> None:
-    finding = Finding("memory", Severity.REFUSED, "word " * 40, "advice " * 20, ("n1",))
+    finding = Finding(Severity.REFUSED, "word " * 40, "advice " * 20, ("n1",), "memory")
     lines = render([finding]).splitlines()
     assert lines[0].startswith("refused  memory        n1: word")
     assert all(len(line) <= 100 for line in lines)
     assert all(line.startswith(" " * 23) for line in lines[1:])
-    assert set(EXIT_CODES) == {0, 1, 3}
+    assert set(EXIT_CODES) == {0, 1}
 
 
 def test_of_a_job_without_exports_no_folder_is_judged() -> None:
-    assert not [f for f in judge(facts(exports=())) if f.check == "export folder"]
+    assert not [f for f in judge(facts(wishes=wishes(export_dir=""))) if f.check == "export folder"]
 
 
 def test_tcp_that_was_asked_for_is_ok() -> None:
     findings = judge(facts(world=world(tcp=True)))
     assert worst(findings) is Severity.OK, render(findings)
-    assert any("as --transport says" in f.text for f in findings if f.check == "mpi")
+
+
+class Deaf:
+    """A transport between rank 0 and two others, the last of which never answers."""
+
+    rank, size = 0, 3
+
+    def isend(self, buffer: object, peer: int, tag: int) -> int:
+        return peer
+
+    irecv = isend
+
+    def test(self, pending: list[int]) -> bool:
+        return 2 not in pending
+
+
+def test_ranks_that_do_not_answer_are_named() -> None:
+    assert silent_ranks(cast(Transport, Deaf()), seconds=0.05) == (2,)
+
+
+@pytest.mark.parametrize(
+    ("fails", "broken"),
+    [
+        (lambda nodes: "n2" in nodes, ("n2",)),
+        (lambda nodes: {"n3", "n4"} <= {*nodes}, ("n3", "n4")),
+        (lambda nodes: len(nodes) == len(NODES), ()),
+        (lambda nodes: True, NODES),
+    ],
+)
+def test_the_nodes_in_the_way_of_a_world_are_found(
+    fails: Callable[[Sequence[str]], bool], broken: tuple[str, ...]
+) -> None:
+    class Forged(TrialWorlds):
+        async def _world(self, nodes: Sequence[str]) -> tuple[dict[str, TrialRank], str]:
+            return {}, "orted died" if fails(nodes) else ""
+
+    worlds = Forged(cast(Launcher, None), Path(), "t", "auto")
+    found = asyncio.run(worlds.examine(NODES))
+    assert (found.error, found.broken) == ("orted died", broken)

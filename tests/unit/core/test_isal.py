@@ -163,7 +163,6 @@ def test_without_the_library_the_error_says_what_to_install(
     isal.load.cache_clear()
     monkeypatch.setattr(isal, "candidates", lambda: ["/nowhere/libisal.so"])
     try:
-        assert not isal.available()
         with pytest.raises(MissingEnvironmentError, match="/nowhere/libisal.so.*pyeclib"):
             isal.crc64(np.zeros(1, np.uint8))
     finally:

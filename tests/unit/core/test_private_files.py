@@ -18,8 +18,9 @@ import pytest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.checkpoint.disk_format import MANIFEST
 from megatron_ft.checkpoint.drain import publish, write_shards
+from megatron_ft.checkpoint.drained import open_checkpoint
 from megatron_ft.checkpoint.live import open_live
-from megatron_ft.checkpoint.load import open_checkpoint, open_shard, read_manifest
+from megatron_ft.checkpoint.load import open_shard, read_manifest
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.cli import clean
 from megatron_ft.core import private_files

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +25,7 @@ from torch.utils.data import (  # noqa: E402
     WeightedRandomSampler,
 )
 
-from deepspeed_ext import resumable_loader  # noqa: E402
-from deepspeed_ext.resumable_loader import ResumableLoader  # noqa: E402
+from deepspeed_ext.resumable_loader import DataPosition, ResumableLoader  # noqa: E402
 from megatron_ft.core.errors import ConfigError  # noqa: E402
 from megatron_ft.core.objects import decode, encode  # noqa: E402
 from megatron_ft.trainer.state import RngState  # noqa: E402
@@ -287,7 +287,7 @@ def test_loaders_made_after_the_restore_get_their_position() -> None:
     states = {"late": loader.state_dict()}
     rest = [batch.tolist() for batch in batches]
     del loader, batches
-    resumable_loader.set_positions(states)
+    DataPosition.load_state_dict(SimpleNamespace(), states)  # type: ignore[arg-type]
     seed(7)
     again = ResumableLoader(DataLoader(DATA, BATCH, shuffle=True), name="late")
     assert [batch.tolist() for batch in again] == rest and len(first) == 3

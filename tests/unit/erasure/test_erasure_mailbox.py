@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.core.errors import TransportError
-from megatron_ft.erasure.tcp import CREDIT, Mailbox, Receive
+from megatron_ft.erasure.tcp import CREDIT, Mailbox, Receive, Sent
 
 TIMEOUT = 20.0
 places = st.tuples(st.integers(0, 2), st.integers(0, 1))
@@ -54,10 +54,10 @@ def test_a_message_of_another_length_is_an_error_with_names(length: int, early: 
     if not early:
         mailbox.arrived(3, 77, message)
     with pytest.raises(TransportError, match=f"rank 3 sent {length} bytes with tag 77, 4 were"):
-        mailbox.wait_received(receive)
+        mailbox.wait(receive)
     assert buffer.tolist() == [7] * 4 and not receive.done
     with pytest.raises(TransportError):
-        mailbox.has_room(1, 1)
+        mailbox.is_done(Sent(1, 1))
 
 
 def test_who_waits_is_woken_by_a_message_and_by_the_end_of_the_world() -> None:
@@ -65,7 +65,7 @@ def test_who_waits_is_woken_by_a_message_and_by_the_end_of_the_world() -> None:
 
     def wait(receive: Receive) -> None:
         try:
-            mailbox.wait_received(receive)
+            mailbox.wait(receive)
             outcomes.append("received")
         except TransportError as error:
             outcomes.append(str(error))
@@ -83,11 +83,11 @@ def test_who_waits_is_woken_by_a_message_and_by_the_end_of_the_world() -> None:
 
 def test_a_sender_waits_for_a_peer_that_takes_nothing() -> None:
     mailbox = Mailbox(lambda peer: None)
-    assert mailbox.has_room(1, CREDIT) and not mailbox.has_room(1, CREDIT + 1)
-    thread = threading.Thread(target=mailbox.wait_room, args=(1, CREDIT + 1))
+    assert mailbox.is_done(Sent(1, CREDIT)) and not mailbox.is_done(Sent(1, CREDIT + 1))
+    thread = threading.Thread(target=mailbox.wait, args=(Sent(1, CREDIT + 1),))
     thread.start()
     mailbox.peer_took(2)
-    assert not mailbox.has_room(1, CREDIT + 1) and thread.is_alive()
+    assert not mailbox.is_done(Sent(1, CREDIT + 1)) and thread.is_alive()
     mailbox.peer_took(1)
     thread.join(TIMEOUT)
-    assert not thread.is_alive() and mailbox.has_room(1, CREDIT + 1)
+    assert not thread.is_alive() and mailbox.is_done(Sent(1, CREDIT + 1))

@@ -160,9 +160,9 @@ def test_two_members_of_one_rack_are_allowed_where_two_may_be_lost() -> None:
 
 
 def test_a_rack_that_is_too_large_is_named() -> None:
-    with pytest.raises(ProtectionError, match=r"d1 holds 3 of 5 nodes \(n1, n2, n3\).*rs:2\+3"):
+    with pytest.raises(ProtectionError, match=r"d1 holds 3 \(n1, n2, n3\).*rs:2\+3"):
         plan_stripes(cluster([1, 3, 1]), Scheme.parse("rs:3+1"), block_bytes=BLOCK)
-    with pytest.raises(ProtectionError, match="No scheme survives the loss of d0"):
+    with pytest.raises(ProtectionError, match=r"d0 holds 4 .*no scheme can be met"):
         plan_stripes(cluster([4]), Scheme.parse("rs:3+1"), block_bytes=BLOCK)
 
 
@@ -190,14 +190,9 @@ def test_nodes_that_no_stripes_can_be_made_of_are_refused_with_ways_out(
         assert f"needs {scheme.members} nodes" in said
         return
     assert "failure domain" not in said
-    found = re.search(r"train on (\d+), .* or on (\d+), or take (\S+)$", said)
+    found = re.search(r"or (\S+), the nearest that can be met$", said)
     assert found, said
-    fewer, more, other = int(found[1]), int(found[2]), Scheme.parse(found[3])
-    assert fewer < count < more
-    for number in (fewer, more):
-        check_domains([f"n{i}" for i in range(number)], {}, scheme)
-    check_domains(names, {}, other)
-    assert other.parity_members == scheme.parity_members
+    check_domains(names, {}, Scheme.parse(found[1]))
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,8 @@ class Stripe:
         geometry = Geometry(2, self.data_bytes, self.data_bytes // self.k * self.m, BLOCK)
         header = ArenaHeader(
             job=uuid.UUID(JOB), shard_id=self.shards[number], incarnation=3,
-            lineage=(Ancestor(3, None),), codec="rs", matrix=1, data_members=self.k,
-            parity_members=self.m, member_index=number, members=self.shards, digest_algorithm=1,
+            lineage=(Ancestor(3, None),), codec="rs", data_members=self.k,
+            parity_members=self.m, member_index=number, members=self.shards,
             geometry=geometry,
         )  # fmt: skip
         Arena.create(self.paths[number], header, replace=True).close()
@@ -65,7 +65,6 @@ class Stripe:
             record = seal(
                 data, shard_id=self.shards[number], snapshot=SNAPSHOT, iteration=15,
                 tensor_bytes=length, meta=META, layout_hash=b"h" * 32, block_bytes=BLOCK,
-                algorithm=1,
             )  # fmt: skip
             header = SlotHeader(SlotState.ENCODING, SNAPSHOT, 15, record=record)
             arena.write_slot(SLOT, header)
@@ -74,7 +73,7 @@ class Stripe:
         local = [number for number, home in enumerate(self.nodes) if home == node]
         return m.StripeOrder(
             index=self.index, kind="rs", data_members=self.k, parity_members=self.m,
-            data_bytes=self.data_bytes, block_bytes=BLOCK, digest_algorithm=1,
+            data_bytes=self.data_bytes, block_bytes=BLOCK,
             members=self.shards, world_ranks=self.nodes,
             arenas={self.shards[n]: str(self.paths[n]) for n in local},
             slots={self.shards[n]: SLOT for n in local},

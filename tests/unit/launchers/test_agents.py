@@ -312,7 +312,7 @@ def test_a_host_that_is_missed_does_not_spoil_the_doctors_json(tmp_path: Path) -
     hosts.write_text("here\ngone\n")
     words = [sys.executable, "-m", "megatron_ft.cli.main", "doctor", "--json", "--nodes", "1"]
     words += ["--launcher", "hostfile", "--hostfile", str(hosts), "--remote-shell", str(shell)]
-    words += ["--protect", "none", "--rate-mib", "1", "--state-dir", str(tmp_path / "state")]
+    words += ["--protect", "none", "--state-dir", str(tmp_path / "state")]
     done = subprocess.run(
         [*words, "--", sys.executable, "train.py"], capture_output=True, timeout=4 * TIMEOUT
     )

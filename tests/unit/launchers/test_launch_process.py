@@ -18,7 +18,7 @@ import pytest
 from megatron_ft.core import procfs
 from megatron_ft.core.errors import ControlPlaneError, MissingEnvironmentError
 from megatron_ft.launchers.launcher import UNKNOWN_EXIT, ProcessGoneError
-from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.launchers.process import LocalProcess, open_session
 from megatron_ft.launchers.slurm.allocation import Allocation
 from megatron_ft.launchers.slurm.launcher import StepProcess
 
@@ -183,7 +183,7 @@ def test_attach_refuses_another_start_time_and_the_dead(
     tmp_path: Path, started: list[LocalProcess]
 ) -> None:
     process = spawn(started, tmp_path, SLEEP)
-    with pytest.raises(ProcessGoneError, match="another process"):
+    with pytest.raises(ProcessGoneError, match="has ended"):
         LocalProcess.attach("n0", process.pid, process.start_time - 1)
     process.kill()
     process.join(TIMEOUT)
@@ -194,7 +194,7 @@ def test_attach_refuses_another_start_time_and_the_dead(
 STARTER = """
 import os, signal, sys
 from pathlib import Path
-from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.launchers.process import LocalProcess, open_session
 process = LocalProcess.spawn("n0", ["sleep", "60"], os.environ, Path(sys.argv[1]))
 print(process.pid, process.start_time, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -226,18 +226,19 @@ def test_stat_of_a_process_with_a_nasty_name(tmp_path: Path, started: list[Local
 
 
 @pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("kind", [LocalProcess, StepProcess])
+@pytest.mark.parametrize("of_slurm", [False, True])
 def test_a_signal_reaches_no_stranger_when_another_thread_reaps(
     tmp_path: Path,
     started: list[LocalProcess],
     monkeypatch: pytest.MonkeyPatch,
-    kind: type[LocalProcess],
+    of_slurm: bool,
     waits: bool,
 ) -> None:
     """The descriptor that is signalled through is closed by who reaps, and given out anew."""
     stranger = spawn(started, tmp_path, SLEEP)
-    process = kind.spawn("n0", SLEEP, os.environ, tmp_path / "logs" / "log")
-    started.append(process)
+    process = spawn(started, tmp_path, SLEEP)
+    if of_slurm:
+        process = StepProcess(Allocation("7", ["n0"], {}), "n0", process.pid)
     strangers, own = os.pidfd_open(stranger.pid), os.pidfd_open(process.pid)
     reaper = threading.Thread(target=process.join, args=(TIMEOUT,))
     real, ended, waiting = signal.pidfd_send_signal, procfs.ended, threading.Event()
@@ -307,9 +308,8 @@ def test_of_a_step_no_thread_sees_the_status_that_srun_gave(
             other.join(LET_SECONDS)
             return frozenset()
 
-    process = StepProcess.spawn("n0", ["true"], os.environ, tmp_path / "log")
-    assert isinstance(process, StepProcess)
-    process.allocation = OfALostNode()
+    child = open_session("n0", ["true"], os.environ, tmp_path / "log")
+    process = StepProcess(OfALostNode(), "n0", child.pid, child)
     started.append(process)
     assert process.join(TIMEOUT) == -signal.SIGKILL
     assert seen.result(TIMEOUT) == -signal.SIGKILL

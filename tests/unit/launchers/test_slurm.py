@@ -215,19 +215,6 @@ def test_a_job_name_too_long_for_a_socket_is_refused_before_anything_starts(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_heterogeneous_job_is_told_which_nodes_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    there = Allocation("7", ["n0", "n1"], {})
-    monkeypatch.setattr(Allocation, "from_environment", lambda: there)
-    words = ["run", "--launcher", "slurm", "--state-dir", str(tmp_path), "--", "true"]
-    assert cli.main(words) == 2, "two nodes cannot have rs:3+1"
-    assert "heterogeneous" not in capsys.readouterr().out
-    monkeypatch.setenv("SLURM_HET_SIZE", "2")
-    assert cli.main(words) == 2
-    assert "only the nodes of this component are used: n0, n1" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", SITE)
 def test_batch_scripts_ask_for_what_recovery_needs(name: str) -> None:
     text = (ROOT / "scripts" / "slurm" / name).read_text()

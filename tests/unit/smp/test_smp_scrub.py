@@ -54,7 +54,6 @@ def commit(host: SmpService, arena: Arena) -> None:
         meta=b"",
         layout_hash=bytes(32),
         block_bytes=geometry.block_bytes,
-        algorithm=arena.header.digest_algorithm,
     )
     committed = SlotHeader(SlotState.COMMITTED, snapshot(1), 3, local_only=True, record=record)
     host.machine.shards["dp0"].slots[0] = committed

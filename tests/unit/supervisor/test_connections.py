@@ -73,7 +73,7 @@ def test_a_coordinator_holds_more_nodes_than_libzmq_has_sockets_by_default() -> 
         finally:
             await coordinator.close()
 
-    raise_open_files(4000)
+    raise_open_files()
     asyncio.run(asyncio.wait_for(story(), 100))
 
 

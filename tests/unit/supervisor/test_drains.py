@@ -54,30 +54,9 @@ def test_the_mount_point_of_a_drain_folder_is_looked_up_once(tmp_path: Path) -> 
     assert noted_places(mounted, replace(spec, settings=SnapshotConfig())) == DiskPlaces()
 
 
-def looks(urgency: Urgency, *events: tuple[float, bool, bool, float]) -> list[str]:
-    return [
-        urgency.poll(now, world_up=up, spares_gone=gone, slowest=slowest)
-        for now, up, gone, slowest in events
-    ]
-
-
-def test_encoders_may_be_away_for_a_while_and_each_absence_is_told_once() -> None:
-    urgency = Urgency(parity=True, patience=30.0)
-    calm = [(0.0, False, False, 0.0), (30.0, False, False, 0.0), (31.0, True, False, 0.0)]
-    assert looks(urgency, *calm, (60.0, False, False, 0.0)) == [""] * 4
-    told, again = looks(urgency, (62.0, False, False, 0.0), (900.0, False, False, 0.0))
-    assert "no encoder world for 30 s" in told and not again
-    back, away, long = looks(
-        urgency, (901.0, True, False, 0.0), (902.0, False, False, 0.0), (950.0, False, False, 0.0)
-    )
-    assert not back and not away and "no encoder world" in long
-    without = Urgency(parity=False, patience=30.0)
-    assert looks(without, (0.0, False, False, 0.0), (99.0, False, False, 0.0)) == ["", ""]
-
-
 def test_the_last_spare_is_a_reason() -> None:
-    urgency = Urgency(parity=True)
-    told = looks(urgency, (0.0, True, False, 0.0), (1.0, True, True, 0.0), (2.0, True, True, 0.0))
+    urgency = Urgency()
+    told = [urgency.poll(0.0, spares_gone=gone, slowest=0.0) for gone in (False, True, True)]
     assert [bool(text) for text in told] == [False, True, False]
     assert "no spare is left" in told[1]
 
@@ -87,14 +66,12 @@ def test_the_last_spare_is_a_reason() -> None:
 def test_the_drain_before_the_time_limit_has_time_to_end(
     limit: float, margin: float, slowest: float, tick: float
 ) -> None:
-    urgency = Urgency(parity=False, ends_at=limit, margin=margin)
-    (first,) = looks(urgency, (0.0, True, False, 0.0))
-    assert "the first drain shows" in first or "time ends" in first
-    now, told = 0.0, "time ends" in first
+    urgency = Urgency(ends_at=limit, margin=margin)
+    now, told = 0.0, False
+    late = limit - margin - SAFETY_FACTOR * slowest
     while not told and now < limit:
         now += tick
-        told = "time ends" in urgency.poll(now, world_up=True, spares_gone=False, slowest=slowest)
-        late = limit - margin - SAFETY_FACTOR * slowest
+        told = "time ends" in urgency.poll(now, spares_gone=False, slowest=slowest)
         assert told == (now >= late)
         assert not told or now <= max(late, 0.0) + tick
     assert told or limit <= 0

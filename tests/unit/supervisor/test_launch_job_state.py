@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.core import private_files
-from megatron_ft.core.errors import ConfigError, ControlPlaneError
+from megatron_ft.core.errors import ConfigError, ControlPlaneError, StaleIncarnationError
 from megatron_ft.supervisor import job_state
 from megatron_ft.supervisor.job_state import (
+    JobHeldError,
     JobState,
     SmpPlace,
-    command_digest,
     read_record,
     state_folder,
 )
@@ -64,41 +64,22 @@ def test_what_a_full_disk_does_not_take_is_refused_and_not_believed(tmp_path: Pa
     assert read_record(tmp_path / "llm", "llm") == state.record
 
 
-def test_remember_keeps_what_the_disk_does_not_take_for_the_next_update(tmp_path: Path) -> None:
-    """A quarantine holds at once, and is written when the disk is back."""
-    with JobState(tmp_path / "llm", "llm") as state:
-        in_the_way = tmp_path / "llm" / ".job.json.tmp"
-        in_the_way.mkdir()
-        rewound = state.record.quarantine.rewound(7)
-        assert "cannot be written to" in state.remember(quarantine=rewound)
-        assert state.record.quarantine == rewound
-        in_the_way.rmdir()
-        state.update(committed=True)
-    with JobState(tmp_path / "llm", "llm") as again:
-        assert again.record.quarantine == rewound and again.record.committed
-
-
 def test_notes_that_are_removed_are_written_again_with_the_secret_and_the_lock(
     tmp_path: Path,
 ) -> None:
-    folder = tmp_path / "llm"
-    with JobState(folder, "llm") as state:
-        state.update(committed=True)
-        assert not state.restore()
+    folder = tmp_path / "job"
+    with JobState(folder, "job") as state:
+        secret = state.record.secret
         shutil.rmtree(folder)
-        assert state.restore() and not state.restore()
-        assert read_record(folder, "llm") == state.record
-        with pytest.raises(ControlPlaneError, match=f"process {os.getpid()}"):
-            JobState(folder, "llm")
-        (folder / "job.json").unlink()
-        assert state.restore()
+        state.update(incarnation=3)
+        found = read_record(folder, "job")
+        assert found is not None and (found.secret, found.incarnation) == (secret, 3)
+        with pytest.raises(JobHeldError):
+            JobState(folder, "job")
         shutil.rmtree(folder)
-        state.update(incarnation=7)
-        assert read_record(folder, "llm") == state.record
-        shutil.rmtree(folder)
-        JobState(folder, "llm").close()
-        with pytest.raises(ControlPlaneError, match="belong to another job"):
-            state.restore()
+        JobState(folder, "job").close()
+        with pytest.raises(StaleIncarnationError, match="belong to another job"):
+            state.update(incarnation=4)
 
 
 def test_a_second_supervisor_is_refused_by_name_until_the_first_is_dead(tmp_path: Path) -> None:
@@ -137,9 +118,9 @@ def damage(folder: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"version": 99}, "version 99"),
-        ({"name": "other"}, "of job 'other'"),
-        ({"uid": os.geteuid() + 1}, "of user"),
+        ({"version": 99}, "of another job, user or release"),
+        ({"name": "other"}, "of another job, user or release"),
+        ({"uid": os.geteuid() + 1}, "of another job, user or release"),
         ({"secret": ""}, "no secret"),
         ({"job": "not-a-uuid"}, "damaged"),
         ({"unknown": 1}, "damaged"),
@@ -190,12 +171,11 @@ def test_remove_forgets_the_job_but_not_what_others_put_there(tmp_path: Path) ->
     assert [p.name for p in folder.iterdir()] == ["notes.txt"]
 
 
-def test_folder_and_digest_of_a_command(tmp_path: Path) -> None:
+def test_the_folder_of_a_job(tmp_path: Path) -> None:
     assert state_folder("llm", tmp_path) == tmp_path / "llm"
     assert state_folder("llm").parts[-3:] == (".cache", "megatron-ft", "llm")
     with pytest.raises(ConfigError):
         state_folder("../x")
-    assert command_digest(["a", "b c"]) != command_digest(["a b", "c"])
 
 
 def test_notes_that_cannot_be_written_are_refused_and_the_lock_given_back(

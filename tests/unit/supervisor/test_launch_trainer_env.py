@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,9 +43,3 @@ def test_base_is_kept_and_an_outer_place_does_not_mislead() -> None:
     assert env["TORCHELASTIC_USE_AGENT_STORE"] == "False"
     assert env["TORCHELASTIC_RESTART_COUNT"] == "2" and env["TORCHELASTIC_MAX_RESTARTS"] == "0"
     assert environment({"OMP_NUM_THREADS": "8"}, 0, 0, 1, 1)["OMP_NUM_THREADS"] == "8"
-
-
-@pytest.mark.parametrize(("node", "local"), [(2, 0), (0, 3), (-1, 0)])
-def test_a_rank_out_of_range_is_refused(node: int, local: int) -> None:
-    with pytest.raises(ValueError, match="not within 2 nodes"):
-        environment({}, node, local, 2, 3)

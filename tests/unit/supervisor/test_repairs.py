@@ -180,4 +180,4 @@ def test_without_encoders_nothing_is_due_and_the_shard_counts_as_lost() -> None:
     control = Control()
     control.usable_world = ""
     repairs = work(control)
-    assert repairs.lost == {(HERE, ONE)} and not control.asked and repairs.open == 1
+    assert repairs.lost == {(HERE, ONE)} and not control.asked

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_ft.config import SnapshotConfig
-from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor import encoder_world
@@ -18,28 +15,10 @@ from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.encoder_world import (
     FIRST_DELAY_SECONDS,
     LONGEST_DELAY_SECONDS,
-    EncoderWorld,
     WorldKeeper,
-    why_ended,
 )
-from megatron_ft.supervisor.events import JobEvent, Observers
+from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.orders import Timing
-from megatron_ft.supervisor.spec import JobSpec
-from tests.support.tmpfs import mount_tmpfs
-
-BUS_ERROR = """[vm:15153] *** Process received signal ***
-[vm:15153] Signal: Bus error (7)
-[vm:15153] *** End of error message ***
-"""
-KILLED = """--------------------------------------------------------------------------
-prterun noticed that process rank 1 with PID 15182 on node vm exited on
-signal 9 (Killed).
-"""
-REFUSED = """Traceback (most recent call last):
-  File "x.py", line 1, in serve
-megatron_ft.core.errors.ControlPlaneError: process 7 is gone
-prterun has exited due to process rank 1 with PID 0 on node vm calling "abort".
-"""
 
 
 class Worlds:
@@ -144,72 +123,3 @@ def test_a_cause_is_told_once_until_a_world_is_up_again(monkeypatch: pytest.Monk
         f"{ended} the SMP of n0 refused its encoder: {full} 0; {new}",
         f"{ended} exit status 1; {new}",
     ]
-
-
-def test_a_full_tmpfs_under_mpis_shared_memory_is_named(tmp_path: Path) -> None:
-    """Two ranks of Open MPI ask for 16 MiB each; the second finds too little."""
-    for small in mount_tmpfs(tmp_path / "small", "size=24m,mode=0700"):
-        root, nodes = small / "root", ["n0", "n1"]
-        root.mkdir(mode=0o700)
-        cluster = VirtualCluster("full", nodes, root)
-        if not cluster.mpi().path.exists() or cluster.mpi().kind.value != "Open MPI":
-            pytest.skip("needs Open MPI")
-        (small / "filler").write_bytes(bytes(16 << 20))
-        spec = JobSpec(
-            name="full",
-            command=("true",),
-            nodes=2,
-            settings=SnapshotConfig(protect="xor:2", transport="mpi"),
-            log_dir=tmp_path,
-        )
-        try:
-            told = asyncio.run(asyncio.wait_for(_first_two_ends(EncoderWorld(cluster, spec)), 60))
-        finally:
-            cluster.destroy()
-        assert [event.kind for event in told] == ["world_ended"], told
-        assert f"shared memory in {root / 'full' / '.worlds'}" in told[0].text
-        assert "less than 16 MiB is free" in told[0].text
-
-
-async def _first_two_ends(world: EncoderWorld) -> list[JobEvent]:
-    """What is told until the second world of a keeper has ended, too, and a third is due."""
-    told: list[JobEvent] = []
-    ends, second = 0, asyncio.Event()
-    observers = Observers()
-    why = world.why_ended
-
-    def counted(status: int) -> str:
-        nonlocal ends
-        ends += 1
-        return why(status)
-
-    def started(nodes: Sequence[str], incarnation: int) -> str:
-        if ends == 2:
-            second.set()
-        return start(nodes, incarnation)
-
-    start, world.start = world.start, started  # type: ignore[method-assign]
-    world.why_ended = counted  # type: ignore[method-assign]
-    observers.add(told.append)
-    keys = JobKeys.derive(bytes(32))
-    keeper = WorldKeeper(world, Coordinator(keys, observers, world.end, Timing()))
-    keeper.start(["n0", "n1"])
-    await second.wait()
-    keeper.stop()
-    return told
-
-
-@pytest.mark.parametrize(
-    ("said", "status", "cause"),
-    [
-        (BUS_ERROR + KILLED, 135, "a bus error, as where the tmpfs of /x/.worlds is full"),
-        ("OSError: [Errno 28] No space left on device: '/x/f'", 1, "No space left on device: '/x/"),
-        (REFUSED, 1, "ControlPlaneError: process 7 is gone"),
-        (KILLED, 137, "ended by signal 9 (Killed)"),
-        ("the SMP closed the connection: this encoder leaves", 3, "the SMP closed the connection"),
-        ("", -9, "ended by signal 9"),
-        ("", 3, "exit status 3"),
-    ],
-)
-def test_the_cause_is_read_from_what_the_world_said(said: str, status: int, cause: str) -> None:
-    assert cause in why_ended(said, status, "/x/.worlds")

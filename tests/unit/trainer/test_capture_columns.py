@@ -1,4 +1,4 @@
-"""What columns say of a layout is what planning says."""
+"""Columns of a layout accept a state only if a copy of bytes fills it."""
 
 from __future__ import annotations
 
@@ -17,33 +17,26 @@ from megatron_ft.core.shard import (
     ShardLayout,
     layout_differences,
 )
-from megatron_ft.trainer.identity_check import PlainLayout
-from megatron_ft.trainer.plan import Planned
+from megatron_ft.trainer.identity_check import PlainLayout, sharing_storage
+from megatron_ft.trainer.mapping import MappingState
+from megatron_ft.trainer.plan import dtype_name, plan_state
 
 Live = dict[str, torch.Tensor]
+
+SPLIT_NEVER = 1 << 62
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 PLACE = LogicalPlace(0, 4, (Piece("w", (4,), (0,), (4,), 0, (1,)),))
 
 
-def planned(live: Live, boundary: frozenset[str] = frozenset()) -> Planned:
-    return Planned(live, boundary, {}, {})
-
-
-def layout_of(live: Live, boundary: frozenset[str] = frozenset()) -> ShardLayout:
-    return planned(live, boundary).layout()
+def layout_of(live: Live) -> ShardLayout:
+    return plan_state(MappingState(live, lazy=[*live]), SPLIT_NEVER)
 
 
 def addresses(stored: ShardLayout, live: Live) -> list[int] | None:
     """As a restore compares them before it fills them."""
     plain = PlainLayout.of(stored)
     return None if plain is None else plain.addresses(live)
-
-
-def agrees(stored: ShardLayout, of: Planned) -> bool:
-    """As a restore compares them afterwards."""
-    plain = PlainLayout.of(stored)
-    return plain is not None and plain.agrees(of)
 
 
 @st.composite
@@ -85,19 +78,22 @@ def changed(draw: st.DrawFn, layout: ShardLayout) -> ShardLayout:
 
 
 @settings(max_examples=400, deadline=None)
-@given(tensors(), st.booleans(), st.data())
-def test_a_layout_that_passes_is_the_one_that_would_be_planned(
-    live: Live, known: bool, data: st.DataObject
+@given(tensors(), st.data())
+def test_tensors_that_pass_get_the_bytes_that_planning_would_store_of_them(
+    live: Live, data: st.DataObject
 ) -> None:
-    names = st.frozensets(st.sampled_from([*live])) if live else st.just(frozenset[str]())
-    boundary = data.draw(names)
-    stored = changed(
-        data.draw, layout_of(live, data.draw(st.sampled_from([boundary, frozenset()])))
-    )
-    of = planned(live, boundary)._replace(places=dict.fromkeys(live, PLACE) if known else {})
-    if agrees(stored, of):
-        assert layout_differences(stored, of.layout()) == ()
-        assert stored.tensor_bytes == of.layout().tensor_bytes
+    stored = changed(data.draw, layout_of(live))
+    if (found := addresses(stored, live)) is None:
+        return
+    assert {entry.name for entry in stored.entries} == live.keys()
+    places = []
+    for entry, address in zip(stored.entries, found, strict=True):
+        tensor = live[entry.name]
+        assert (entry.dtype, entry.shape) == (dtype_name(tensor.dtype), tuple(tensor.shape))
+        assert (entry.nbytes, address) == (tensor.nbytes, tensor.data_ptr())
+        assert tensor.is_contiguous() and not entry.alias_of and not entry.is_split
+        places += [(address, entry.nbytes)] if entry.nbytes else []
+    assert not sharing_storage(places)
 
 
 @settings(max_examples=100, deadline=None)
@@ -105,7 +101,6 @@ def test_a_layout_that_passes_is_the_one_that_would_be_planned(
 def test_tensors_of_their_own_need_no_planning(forms: list[tuple[torch.dtype, list[int]]]) -> None:
     live = {f"t{n}": torch.zeros(shape, dtype=dtype) for n, (dtype, shape) in enumerate(forms)}
     layout = layout_of(live)
-    assert agrees(layout, planned(dict(reversed(live.items()))))
     places = [live[entry.name].data_ptr() for entry in layout.entries]
     assert addresses(layout, live) == places
     plain = PlainLayout.of(layout)
@@ -153,32 +148,6 @@ def test_tensors_in_the_memory_of_others_are_left_to_planning() -> None:
         assert PlainLayout.of(layout) is None
 
 
-def test_a_split_state_is_planned() -> None:
-    live = {"a": torch.zeros(10)}
-    layout = layout_of(live)
-    assert not agrees(layout, planned(live)._replace(splits={"a": (0, 2)}))
-
-
-def test_another_place_in_the_model_is_seen_where_both_sides_know_it() -> None:
-    live = {"a": torch.zeros(4)}
-    of = planned(live)._replace(places={"a": PLACE})
-    elsewhere = of._replace(places={"a": msgspec.structs.replace(PLACE, start=4)})
-    layout = of.layout()
-    assert agrees(layout, of)
-    assert agrees(layout, planned(live))
-    assert not agrees(layout, elsewhere)
-
-
-def test_an_order_that_no_plan_has_is_seen() -> None:
-    live = {"a": torch.zeros(16), "b": torch.zeros(16)}
-    layout = layout_of(live)
-    swapped = [
-        msgspec.structs.replace(entry, name=name)
-        for entry, name in zip(layout.entries, ("b", "a"), strict=True)
-    ]
-    assert PlainLayout.of(msgspec.structs.replace(layout, entries=tuple(swapped))) is None
-
-
 def replaced(live: Live) -> None:
     live["a"] = torch.zeros(11)
 
@@ -206,14 +175,11 @@ def laid_over(live: Live) -> None:
 @pytest.mark.parametrize("change", [replaced, resized, reshaped, reread, grown, laid_over])
 def test_what_a_load_has_changed_is_seen(change: Callable[[Live], None]) -> None:
     live = {"a": torch.zeros(10), "b": torch.zeros(10)}
-    layout = layout_of(live)
-    assert agrees(layout, planned(live))
+    layout, plain = layout_of(live), PlainLayout.of(layout_of(live))
+    assert plain is not None and (found := plain.addresses(live)) is not None
+    before = dict(live)
+    assert plain.lie_there(found, before, live)
     change(live)
-    assert not agrees(layout, planned(live))
+    assert plain.addresses(live) is None
+    assert not plain.lie_there(found, before, live)
     assert layout_differences(layout, layout_of(live))
-
-
-def test_tensors_that_a_load_has_made_anew_may_fit_as_well() -> None:
-    live = {"a": torch.zeros(10), "b": torch.zeros(10)}
-    fresh = {name: torch.zeros(10) for name in live}
-    assert agrees(layout_of(live), planned(fresh))

@@ -14,11 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megatron_ft.core import isal
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
 from megatron_ft.trainer import restore
-from megatron_ft.trainer.mapping import MappingState, local_tensor
-from megatron_ft.trainer.plan import check_replicas, plan_state
+from megatron_ft.trainer.mapping import local_tensor
 from tests.support.captures import WAIT, FakeSmp, bits, make_manager
 
 WORLD = 2
@@ -66,33 +64,11 @@ def fingerprint(state: dict[str, Any]) -> list[bytes]:
     return [bits(local_tensor(tensor)) for tensor in tensors]
 
 
-def check_mixed(rank: int, directory: str) -> None:
-    """Equal replicas are equal, and unequal ones found, where one rank has no ISA-L."""
-    join(rank, directory)
-    if rank == 1:
-        isal.candidates = lambda: ["/nowhere/libisal.so"]
-        isal.load.cache_clear()
-    assert isal.available() == (rank == 0), "the other has ISA-L"
-    weight = torch.ones(4000)
-    adapted = MappingState({"weight": weight}, replicated={"weight": dist.group.WORLD})
-    layout = plan_state(adapted, split_bytes=1)
-    check_replicas(adapted, layout)
-    if rank == 1:
-        weight.view(torch.int32)[-1] ^= 1
-    with pytest.raises(ConfigError, match="1 tensors declared replicated differ"):
-        check_replicas(adapted, layout)
-    dist.destroy_process_group()
-
-
-def join(rank: int, directory: str) -> None:
+def trainer(rank: int, directory: str) -> None:
+    """Capture on both ranks, then restore into fresh objects and compare."""
     torch.set_num_threads(1)
     rendezvous = f"file://{directory}/store"
     dist.init_process_group("gloo", rank=rank, world_size=WORLD, init_method=rendezvous)
-
-
-def trainer(rank: int, directory: str) -> None:
-    """Capture on both ranks, then restore into fresh objects and compare."""
-    join(rank, directory)
     smp = FakeSmp(Path(directory), shard_id=f"pp0-tp0-dp{rank}-ep0")
     options: dict[str, Any] = {
         "shard_id": smp.shard_id,
@@ -145,17 +121,8 @@ def check_halves(stored_bytes: int, state: dict[str, Any]) -> None:
     assert expected <= stored_bytes < expected + 2048
 
 
-@pytest.mark.skipif(not isal.available(), reason="ISA-L is on no rank here")
-def test_replicas_are_compared_where_one_rank_lacks_isa_l(tmp_path: Path) -> None:
-    run_ranks("check_mixed", tmp_path)
-
-
 def test_split_tensors_are_restored_from_all_parts(tmp_path: Path) -> None:
-    run_ranks("trainer", tmp_path)
-
-
-def run_ranks(work: str, tmp_path: Path) -> None:
-    command = [sys.executable, __file__, work]
+    command = [sys.executable, __file__]
     ranks = [subprocess.Popen([*command, str(r), str(tmp_path)]) for r in range(WORLD)]
     try:
         assert [rank.wait(timeout=150) for rank in ranks] == [0] * WORLD
@@ -166,6 +133,6 @@ def run_ranks(work: str, tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"trainer": trainer, "check_mixed": check_mixed}[sys.argv[1]](int(sys.argv[2]), sys.argv[3])
+    trainer(int(sys.argv[1]), sys.argv[2])
     # Without torch's own end: a thread of its process groups may still run, and then aborts it.
     os._exit(0)

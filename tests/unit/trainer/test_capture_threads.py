@@ -37,7 +37,6 @@ def sealed(contents: list[bytes], padding: int) -> tuple[Bytes, SealedRecord, li
         meta=b"objects",
         layout_hash=bytes(32),
         block_bytes=BLOCK,
-        algorithm=digest.default_algorithm(),
     )
     return region, record, starts[:-1]
 
@@ -58,11 +57,11 @@ def test_what_is_copied_was_verified_and_all_else_is_named(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fill, "CHUNK_BYTES", chunk)
         patch.setattr(fill, "spare_threads", lambda: threads)
-        check = digest.BlockCheck(region, record, BLOCK, digest.default_algorithm())
+        check = digest.BlockCheck(region, record, BLOCK)
         order = data.draw(st.permutations(range(len(cut))))
         cuts = BlockRanges.of([starts[n] for n in order], [cut[n] for n in order], blocks, BLOCK)
         copying = VerifiedCopy(region, check, cuts, [targets[n].ctypes.data for n in order])
-        bad = copying.run(cuts.chunks)
+        bad = copying.run()
     assert bad == sorted({at // BLOCK for at in flipped})
     looked_at = [cuts.blocks_of(chunk) for chunk in cuts.chunks]
     assert [*chain(*looked_at)] == [*range(blocks)]

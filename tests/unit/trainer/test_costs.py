@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from megatron_ft.arena import digest
-from megatron_ft.core import isal
 from megatron_ft.core.identity import SealedRecord
 from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure import encode as encoding
@@ -234,7 +233,6 @@ def _stripe(first: int, tensor_rank: int) -> Any:
         parity_members=1,
         data_bytes=1,
         block_bytes=1,
-        digest_algorithm=1,
         members=tuple(f"pp0-tp{tensor_rank}-dp{first + n}-ep0" for n in range(2)),
         world_ranks=(first, first + 1),
         arenas={},
@@ -246,7 +244,6 @@ def _record(shard: str, cycle: SnapshotCycle) -> SealedRecord:
     return SealedRecord(shard, cycle.snapshot, cycle.iteration, 0, 0, 0, 0, 0, b"", b"")
 
 
-@pytest.mark.skipif(not isal.available(), reason="ISA-L cannot be loaded")
 @pytest.mark.parametrize("verb", ["encode", "decode"])
 def test_parity_is_computed_in_place_by_one_call_of_the_library(verb: str) -> None:
     """Whatever the length of the piece; beside the columns nothing is allocated."""
