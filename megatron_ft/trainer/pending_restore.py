@@ -11,6 +11,7 @@ from typing import Any
 from megatron_ft.arena.arena import Arena
 from megatron_ft.core.errors import CorruptBlockError, LayoutMismatchError
 from megatron_ft.core.shard import ShardLayout
+from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.client import RestoreOffer, TrainerClient
 from megatron_ft.trainer.identity_check import require_same_layout
 from megatron_ft.trainer.restore import SealedShard, read_objects, restore_shard
@@ -60,7 +61,8 @@ class PendingRestore:
         """Start without it, and tell the job; it stays in memory until a newer one is committed."""
         offer = self.get()
         if offer is not None:
-            self._client.declined(offer.record.snapshot, reason, iteration)
+            snapshot = offer.record.snapshot
+            self._client.send(m.Declined(self._shard_id, snapshot, reason, iteration))
             self.declined, self._offer = True, None
 
     def load(self, offer: RestoreOffer, into: TrainingState) -> None:
@@ -113,11 +115,11 @@ class PendingRestore:
             yield
         except (LayoutMismatchError, CorruptBlockError) as error:
             if isinstance(error, LayoutMismatchError):
-                self._client.unfit(error)
+                self._client.send(m.Unfit(self._shard_id, type(error).__name__, str(error)))
             # Closing sends what is queued; the process is about to end.
             self._client.close()
             raise
 
     def _report_corrupt(self, blocks: int) -> None:
         assert self._offer is not None
-        self._client.corrupt(self._offer.record.snapshot, blocks)
+        self._client.send(m.CorruptShard(self._shard_id, self._offer.record.snapshot, blocks))
