@@ -14,22 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext.hooks import install_after_import
+from deepspeed_ext.hooks import attach, install_after_import
 
 if TYPE_CHECKING:
     from deepspeed_ext.resumable_loader import ResumableLoader
-    from deepspeed_ext.run import EngineRun
 
 __all__ = ["ResumableLoader", "attach", "set_client_state"]
 
 install_after_import()
-
-
-def attach(engine: Any, *, follows_engine: bool = False) -> EngineRun | None:
-    """Take snapshots of an engine that ``deepspeed.initialize`` returned; see attachment.attach."""
-    from deepspeed_ext.attachment import attach as attach_engine
-
-    return attach_engine(engine, follows_engine=follows_engine)
 
 
 def set_client_state(engine: Any, provider: Callable[[], Mapping[str, Any]]) -> None:

@@ -7,16 +7,14 @@ snapshots in the same process stay unchanged.
 from __future__ import annotations
 
 import atexit
-import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
 
 from deepspeed_ext import saving
-from deepspeed_ext.hooks import RUN, run_of, section_of
 from deepspeed_ext.run import EngineRun
 from deepspeed_ext.unsupported import refusals
-from megatron_ft.config import SnapshotConfig, Source, environment_source, resolve
+from megatron_ft.config import SnapshotConfig, environment_source, resolve
 from megatron_ft.config.flags import job_contradictions
 from megatron_ft.config.json_section import SECTION, Section
 from megatron_ft.core.errors import ConfigError
@@ -28,27 +26,12 @@ _CANNOT_SHRINK = (
     "on_no_spare shrink: DeepSpeed's files load into another number of ranks only after "
     "ds_to_universal; take stop or hold, and run that on the export of the job that stopped"
 )
-_WITHOUT_SECTION = Section(True, Source({}, str), {})
 
 
-def attach(engine: Any, *, follows_engine: bool = False) -> EngineRun | None:
-    """Take snapshots of ``engine`` from now on, and restore it from one before its first step.
-
-    Does nothing a second time, nor where the JSON has ``"enabled": false``.  Without a section
-    all settings come from the environment.  ``follows_engine`` is the section's key of that name,
-    for programs without one.  Raises ConfigError that lists every setting that is
-    wrong or contradicts the supervisor, and every mode of the engine that cannot be captured
-    safely; NotUnderSupervisorError outside ``megatron-ft run``.
-    """
-    run, section = run_of(engine), section_of(engine)
-    if run is not None or (section is not None and not section.enabled):
-        return run
-    section = section or _WITHOUT_SECTION
-    if follows_engine:
-        section = dataclasses.replace(section, follows_engine=True)
+def begin(engine: Any, section: Section) -> EngineRun:
+    """The snapshots of ``engine`` from now on; see hooks.attach."""
     config = _checked(engine, section)
     run = EngineRun(engine, section, config, lambda: make_manager(config, engine))
-    vars(engine)[RUN] = run
     saving.wrap_checkpoint_engine(engine)
     _replace_methods(engine, run)
     atexit.register(run.close)

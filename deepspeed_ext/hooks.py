@@ -6,9 +6,11 @@ asked for it; see attachment.py.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
+from megatron_ft.config import Source
 from megatron_ft.config.json_section import SECTION, Section, read_section
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.frameworks import Function, wrap
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from deepspeed_ext.run import EngineRun
 
 ENGINE_MODULE = "deepspeed"
-RUN = "_inmem_snapshot_run"
+_RUN = "_inmem_snapshot_run"
 """Attribute of an engine that was attached."""
 
 
@@ -47,30 +49,41 @@ def install() -> None:
         wrap(DeepSpeedEngine, "_take_model_step", _guarded)
 
 
-def section_of(engine: Any) -> Section | None:
-    """Our section in the engine's configuration, None if there is none.
+def attach(engine: Any, *, follows_engine: bool = False) -> EngineRun | None:
+    """Take snapshots of ``engine`` from now on, and restore it from one before its first step.
 
-    ConfigError if something in it is wrong.
+    Does nothing a second time, nor where the JSON has ``"enabled": false``.  Without a section
+    all settings come from the environment.  ``follows_engine`` is the section's key of that name,
+    for programs without one.  Raises ConfigError that lists every setting that is
+    wrong or contradicts the supervisor, and every mode of the engine that cannot be captured
+    safely; NotUnderSupervisorError outside ``megatron-ft run``; UnsupportedVersionError.
     """
-    config = getattr(engine, "_config", None)
-    return read_section(getattr(config, "_param_dict", {}))
+    run, section = run_of(engine), _section_of(engine)
+    if run is not None or (section is not None and not section.enabled):
+        return run
+    from deepspeed_ext.unsupported import check_deepspeed
+
+    # Before anything is imported that an old release does not have.
+    check_deepspeed()
+    from deepspeed_ext.attachment import begin
+
+    section = section or Section(True, Source({}, str), {})
+    if follows_engine:
+        section = dataclasses.replace(section, follows_engine=True)
+    run = vars(engine)[_RUN] = begin(engine, section)
+    return run
 
 
 def run_of(engine: Any) -> EngineRun | None:
     """The run of an engine that was attached, else None."""
-    run: EngineRun | None = vars(engine).get(RUN)
+    run: EngineRun | None = vars(engine).get(_RUN)
     return run
 
 
 def _attaching(original: Function) -> Function:
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if _asks(self):
-            from deepspeed_ext.unsupported import check_deepspeed
-
-            check_deepspeed()
-            from deepspeed_ext.attachment import attach
-
+        if _section_of(self) is not None:
             attach(self)
 
     return initialise
@@ -80,7 +93,8 @@ def _guarded(original: Function) -> Function:
     """An engine that was made before the hook was there would train without protection."""
 
     def take_model_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if run_of(self) is None and _asks(self):
+        section = None if run_of(self) else _section_of(self)
+        if section is not None and section.enabled:
             raise ConfigError(
                 f'"{SECTION}" is enabled, but this engine was made before deepspeed_ext was '
                 "imported: import it before deepspeed.initialize, or call "
@@ -91,7 +105,7 @@ def _guarded(original: Function) -> Function:
     return take_model_step
 
 
-def _asks(engine: Any) -> bool:
-    """True if the engine's configuration switches snapshots on; ConfigError if it is wrong."""
-    section = section_of(engine)
-    return section is not None and section.enabled
+def _section_of(engine: Any) -> Section | None:
+    """Our section in the engine's configuration; ConfigError if something in it is wrong."""
+    config = getattr(engine, "_config", None)
+    return read_section(getattr(config, "_param_dict", {}))

@@ -159,8 +159,7 @@ def frozen_weights_that_move_are_refused() -> None:
 
 def destroyed_engines_are_let_go() -> None:
     """A process that makes one engine after another must not keep them all."""
-    from deepspeed_ext.attachment import attach
-    from deepspeed_ext.hooks import run_of
+    from deepspeed_ext.hooks import attach, run_of
 
     engine = engine_of(1, "bf16")
     os.environ["MEGATRON_FT_PROTECT"] = "none"
