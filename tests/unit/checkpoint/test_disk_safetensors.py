@@ -40,7 +40,7 @@ def test_stock_readers_find_every_byte_of_any_layout(
         layout_hash=layout.hash(),
         block_bytes=256,
     )
-    header = ours.ShardHeader(record, 256, 2, "job")
+    header = ours.ShardHeader(record, 256, "job")
     raw = ours.pack_header(header, layout)
     assert len(raw) % 64 == 0 and ours.header_length(raw[:8], "file") == len(raw)
     assert ours.unpack_header(raw, "file") == header

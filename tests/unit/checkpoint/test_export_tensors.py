@@ -54,7 +54,7 @@ def shard(tensors: dict[str, tuple[Any, int]]) -> ShardBytes:
     for entry in layout.entries:
         raw = tensors[entry.name][0].contiguous().view(torch.uint8).numpy()
         data[entry.offset : entry.offset + entry.nbytes] = raw
-    return ShardBytes(None, data, layout, b"", b"", 64, 1, "test")  # type: ignore[arg-type]
+    return ShardBytes(None, data, layout, b"", b"", 64, "test")  # type: ignore[arg-type]
 
 
 def ranges(values: Any, bounds: Sequence[tuple[int, int]]) -> dict[str, ShardBytes]:

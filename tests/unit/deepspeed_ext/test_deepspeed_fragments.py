@@ -85,7 +85,7 @@ def shard(view: Partitions, kept: bool = False) -> ShardBytes:
     for entry in layout.entries:
         raw = tensors[entry.name][1].contiguous().view(torch.uint8).numpy()
         data[entry.offset : entry.offset + entry.nbytes] = raw
-    return ShardBytes(None, data, layout, b"", b"", 64, 1, "test")  # type: ignore[arg-type]
+    return ShardBytes(None, data, layout, b"", b"", 64, "test")  # type: ignore[arg-type]
 
 
 sizes_of_parameters = st.lists(st.integers(1, 9), min_size=1, max_size=6)
