@@ -11,15 +11,16 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_ft.config import SETTINGS, SWITCH, SWITCH_HELP
 from megatron_ft.config.json_section import (
     CLIENT_STATE,
-    CLIENT_STATE_HELP,
+    CONSTANT,
+    COUNTERS,
     ENABLED,
     FOLLOWS_ENGINE,
-    FOLLOWS_ENGINE_HELP,
-    schema,
+    SECTION,
 )
 from megatron_ft.config.setting import Setting
 
@@ -29,6 +30,17 @@ DEEPSPEED = ROOT / "docs" / "deepspeed.md"
 SCHEMA = ROOT / "deepspeed_ext" / "inmem_snapshot.schema.json"
 BEGIN = "<!-- settings: written by scripts/flags_table.py -->"
 END = "<!-- end of settings -->"
+
+CLIENT_STATE_HELP = (
+    "Entries of the script's client_state by name, each with the engine's counter that it follows "
+    f"({', '.join(COUNTERS)}) or {CONSTANT}: so they can be told for any step."
+)
+
+FOLLOWS_ENGINE_HELP = (
+    "The script calls engine.load_checkpoint at every start, and its loop, its data and all else "
+    "that it keeps outside the engine follow from engine.global_steps or from the client_state. "
+    "Without this, or a declared client_state, a restart uses no snapshot."
+)
 
 
 def flags() -> str:
@@ -44,6 +56,37 @@ def keys() -> str:
     follows = (f"`{FOLLOWS_ENGINE}`", "true or false", "false", "", FOLLOWS_ENGINE_HELP)
     settings = [_row(setting.name, setting) for setting in SETTINGS.values()]
     return _table("key", [switch, *settings, state, follows])
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of the section."""
+    properties: dict[str, Any] = {
+        ENABLED: {"type": "boolean", "default": False, "description": SWITCH_HELP},
+        CLIENT_STATE: {
+            "type": "object",
+            "additionalProperties": {"enum": [*COUNTERS, CONSTANT]},
+            "description": CLIENT_STATE_HELP,
+        },
+        FOLLOWS_ENGINE: {"type": "boolean", "default": False, "description": FOLLOWS_ENGINE_HELP},
+    }
+    for setting in SETTINGS.values():
+        properties[setting.name] = {
+            "type": _json_type(setting),
+            "default": setting.default,
+            "description": f"{setting.help} Give {setting.allowed}.",
+        }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": SECTION,
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+    }
+
+
+def _json_type(setting: Setting) -> str | list[str]:
+    types = [*setting.kind.json_types] + ["null"] * (setting.default is None)
+    return types if len(types) > 1 else types[0]
 
 
 def page_with(page: Path, new_table: str) -> str:

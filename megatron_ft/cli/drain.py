@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_ft.checkpoint.disk_format import folder_name, is_complete
@@ -61,18 +62,10 @@ def _write(
         written = write_shards(shards, folder, pace=pace, seats=seats)
         publish(folder, shards.info, shards.job, shards.lineage, len(shards))
     except (OSError, DrainError, SnapshotUnavailableError) as error:
-        _discard(folder)
+        # On a disk that fails, what is left has no manifest at least.  With one it was finished
+        # by another drain of the same snapshot, and stays.
+        with suppress(OSError):
+            if folder.is_dir() and not is_complete(folder):
+                remove_checkpoint(folder)
         raise DrainError(f"nothing was written to {folder.parent}: {error}") from error
     return written
-
-
-def _discard(folder: Path) -> None:
-    """Give back the space; on a disk that fails, what is left has no manifest at least.
-
-    With one it was finished by another drain of the same snapshot, and stays.
-    """
-    try:
-        if folder.is_dir() and not is_complete(folder):
-            remove_checkpoint(folder)
-    except OSError as error:
-        print(f"{folder} is unfinished and could not be removed: {error}")

@@ -49,7 +49,7 @@ from megatron_ft.launchers.slurm.allocation import NO_KILL_ADVICE, no_kill
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState, state_folder
 from megatron_ft.supervisor.membership import NoSpareError
-from megatron_ft.supervisor.placement import describe_domains, read_domains
+from megatron_ft.supervisor.placement import read_domains
 from megatron_ft.supervisor.spec import JobSpec, raise_open_files
 from megatron_ft.supervisor.supervisor import (
     EXIT_DRAINED,
@@ -95,8 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--failure-domains",
         metavar="FILE",
-        help="which nodes fail together: a file of lines `rack1: node[0-3],node7`, or "
-        "slurm: what `scontrol show topology` says (default: each node is alone)",
+        help="which nodes fail together: a file of lines `rack1: node[0-3],node7` (default: each "
+        "node is alone)",
     )
     parser.add_argument(
         "--state-dir",
@@ -180,9 +180,6 @@ def _supervise(
         supervisor = Supervisor(spec, place.launcher, state, place.hosts)
         supervisor.observers.add(Printer())
         supervisor.observers.add(end := RunSummary())
-        if spec.domains:
-            active = supervisor.members.active
-            say(describe_domains(active, place.launcher.nodes(), spec.domains, spec.scheme))
         try:
             code = asyncio.run(_run(supervisor))
         except MegatronFTError:

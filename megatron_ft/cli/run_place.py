@@ -34,7 +34,7 @@ from megatron_ft.launchers.agents.rendezvous import (
     node_rank,
     read_hostfile,
 )
-from megatron_ft.launchers.launcher import HostSource, Launcher
+from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.launchers.slurm.allocation import Allocation, ReplacementHosts
 from megatron_ft.launchers.slurm.launcher import SlurmLauncher
 from megatron_ft.launchers.virtual import VirtualCluster, default_root
@@ -70,7 +70,7 @@ class RunPlace:
     clean: Callable[[], None]
     destroy: Callable[[], None]
     hint: str
-    hosts: HostSource | None = None
+    hosts: ReplacementHosts | None = None
     leave: Callable[[int], None] = lambda code: None
 
 

@@ -86,12 +86,12 @@ def settle(
         sources.append(section.source)
     _refuse_contradictions(sources)
     settings = resolve(*sources, environment_source(environment))
-    switched_on = section is not None and section.enabled
-    off = [] if switched_on else flags.without_effect
+    off = []
+    if flags.without_effect and not (section is not None and section.enabled):
+        off.append(f"the training command has {', '.join(flags.without_effect)} but not {SWITCH}")
     if section is not None and not section.enabled and section.source.given:
-        off.append(section.source.label(json_section.ENABLED) + ": false")
-    if off:
-        text = f"the training command has {', '.join(off)} without {SWITCH} or enabled: true"
+        off.append(f"{section.source.label(json_section.ENABLED)} is not true")
+    for text in off:
         say(f"megatron-ft: warning: {text}: nothing is protected", sys.stderr)
     return settings
 

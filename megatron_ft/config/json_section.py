@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_ft.config import SETTINGS, SWITCH_HELP, Source, nearest, refuse
+from megatron_ft.config import SETTINGS, Source, nearest, refuse
 from megatron_ft.config.setting import Setting
 from megatron_ft.core.errors import ConfigError
 
@@ -25,17 +25,6 @@ ENABLED, CLIENT_STATE, FOLLOWS_ENGINE = "enabled", "client_state", "follows_engi
 CONSTANT = "constant"
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 """The counters of the engine that an entry of ``client_state`` may follow, if not CONSTANT."""
-
-CLIENT_STATE_HELP = (
-    "Entries of the script's client_state by name, each with the engine's counter that it follows "
-    f"({', '.join(COUNTERS)}) or {CONSTANT}: so they can be told for any step."
-)
-
-FOLLOWS_ENGINE_HELP = (
-    "The script calls engine.load_checkpoint at every start, and its loop, its data and all else "
-    "that it keeps outside the engine follow from engine.global_steps or from the client_state. "
-    "Without this, or a declared client_state, a restart uses no snapshot."
-)
 
 _FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
 """The last one is followed by a file in some programs, and a switch in others."""
@@ -94,32 +83,6 @@ def read_command(command: Sequence[str]) -> Section | None:
     return None
 
 
-def schema() -> dict[str, Any]:
-    """The JSON schema of the section."""
-    properties: dict[str, Any] = {
-        ENABLED: {"type": "boolean", "default": False, "description": SWITCH_HELP},
-        CLIENT_STATE: {
-            "type": "object",
-            "additionalProperties": {"enum": [*COUNTERS, CONSTANT]},
-            "description": CLIENT_STATE_HELP,
-        },
-        FOLLOWS_ENGINE: {"type": "boolean", "default": False, "description": FOLLOWS_ENGINE_HELP},
-    }
-    for setting in SETTINGS.values():
-        properties[setting.name] = {
-            "type": _json_type(setting),
-            "default": setting.default,
-            "description": f"{setting.help} Give {setting.allowed}.",
-        }
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": SECTION,
-        "type": "object",
-        "properties": properties,
-        "additionalProperties": False,
-    }
-
-
 def _alike(config: Mapping[str, Any]) -> list[str]:
     """Keys that are meant to be the section's.
 
@@ -129,11 +92,6 @@ def _alike(config: Mapping[str, Any]) -> list[str]:
     names = {str(name).lower(): str(name) for name in config}
     names = {lower: name for lower, name in names.items() if lower[:1] == SECTION[0]}
     return [names[name] for name in get_close_matches(SECTION, names, cutoff=_ALIKE)]
-
-
-def _json_type(setting: Setting) -> str | list[str]:
-    types = [*setting.kind.json_types] + ["null"] * (setting.default is None)
-    return types if len(types) > 1 else types[0]
 
 
 def _problems(section: Mapping[str, Any], where: str) -> list[str]:

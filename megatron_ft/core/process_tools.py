@@ -84,14 +84,6 @@ def last_word(path: Path, since: int = 0) -> str:
     return (own or lines or [""])[-1]
 
 
-def text_since(path: Path, since: int) -> str:
-    """The log from byte ``since`` on, at most its last 64 KiB; empty if it cannot be read."""
-    try:
-        return "\n".join(_tail(path, since))
-    except OSError:
-        return ""
-
-
 def _tail(path: Path, since: int = 0) -> list[str]:
     with path.open("rb") as file:
         file.seek(max(since, path.stat().st_size - _TAIL_BYTES))

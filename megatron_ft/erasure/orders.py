@@ -117,12 +117,7 @@ class OrderRunner:
         yield OrderDone(order.snapshot, order.world)
 
     def _work(
-        self,
-        order: Order,
-        stripe: StripeOrder,
-        member: int,
-        transport: Transport,
-        pace: Pace,
+        self, order: Order, stripe: StripeOrder, member: int, transport: Transport, pace: Pace
     ) -> EncodeResult | RebuildResult | RecomputedBlocks:
         """Do one member's part of an order on one stripe."""
         code, peers = _code(stripe), stripe.world_ranks
@@ -138,10 +133,8 @@ class OrderRunner:
                 view = self._view(order.snapshot, stripe, member)
             reach("rebuild.ordered")
             return rebuild(code, view, transport, peers, lost, index=member)
-        view, target = (
-            self._view(order.snapshot, stripe, member),
-            stripe.members.index(order.shard_id),
-        )
+        view = self._view(order.snapshot, stripe, member)
+        target = stripe.members.index(order.shard_id)
         damage = Damage(order.data_blocks, order.parity_blocks)
         return recompute(code, view, transport, peers, target, damage, index=member)
 

@@ -1,86 +1,41 @@
-"""Protocols between the supervisor and the place where a job runs.
+"""The place where a job runs: starts processes and MPI worlds on its nodes.
 
-One implementation per kind of cluster; the supervisor knows only this module.
+A launcher for another kind of cluster subclasses Launcher and says which nodes there are, which
+are left, and how a process and the daemons of MPI are started on one.  The supervisor knows this
+module alone.
 """
 
 from __future__ import annotations
 
+import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
-from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.launchers.handle import (
+    UNKNOWN_EXIT,
+    NodeUnreachable,
+    Placement,
+    ProcessGoneError,
+    ProcessHandle,
+)
+from megatron_ft.launchers.launcher_env import base_environment
+from megatron_ft.launchers.mpirun import MpiLauncher, find_mpi
+from megatron_ft.launchers.world import Spread, WorldProcess, probe_world
 
-# Signal numbers end at 64, so no process that was reaped can have this status.
-UNKNOWN_EXIT = -128
-"""Exit status of a process that somebody else started: only its parent learns the real one."""
-
-
-class NodeUnreachable(ControlPlaneError):
-    """The node is lost, or cannot be reached now; nothing was started there."""
-
-
-class ProcessGoneError(ControlPlaneError):
-    """The process to attach to has ended, or its number belongs to another process by now."""
-
-
-class Placement(NamedTuple):
-    """One process of a world: where it runs, what it runs, and its complete environment."""
-
-    node: str
-    argv: Sequence[str]
-    env: Mapping[str, str]
-
-
-class ProcessHandle(Protocol):
-    """One process, or one MPI world, that a launcher started or attached to."""
-
-    @property
-    def pid(self) -> int:
-        """Process number on its node; for a world, that of its MPI launcher.
-
-        Where a launcher starts it by a command that runs as long as it does, of that command.
-        """
-
-    @property
-    def node(self) -> str:
-        """The node it runs on; empty for a world, which belongs to no node."""
-
-    @property
-    def start_time(self) -> int:
-        """Kernel clock ticks from boot to its start: with the pid it names a process for good."""
-
-    async def wait(self) -> int:
-        """Its exit status once it has ended; any number of tasks may wait.
-
-        A status below zero is the number of the signal that killed it, as in
-        ``subprocess``.  Of a process that was attached to it is UNKNOWN_EXIT.
-        """
-
-    def kill(self) -> None:
-        """SIGKILL to it and to all it started; returns at once, harmless when it has ended."""
-
-    def alive(self) -> bool:
-        """True if it still runs; a zombie does not."""
+__all__ = [
+    "UNKNOWN_EXIT",
+    "Launcher",
+    "NodeUnreachable",
+    "Placement",
+    "ProcessGoneError",
+    "ProcessHandle",
+]
 
 
-class HostSource(Protocol):
-    """A source of more nodes for a job."""
-
-    seconds: float
-    """Longest to wait for them."""
-
-    def request(self, count: int) -> str:
-        """Ask for so many; what was asked for, in words.  MegatronFTError if that is refused."""
-
-    def arrived(self) -> list[str]:
-        """Nodes that came since this was asked before; the launcher has them from now on."""
-
-    def withdraw(self) -> None:
-        """Give back what was asked for and has not come."""
-
-
-class Launcher(Protocol):
+class Launcher(ABC):
     """Starts processes on the nodes of one job.
 
     Every process gets a session of its own, so it survives the supervisor, even when
@@ -88,21 +43,25 @@ class Launcher(Protocol):
     ``attach``.  When a node is lost, all its processes are gone and so is its node
     folder; handles of its processes end, and whatever is asked of the node raises
     NodeUnreachable until it returns.
+
+    ``root`` is the folder of all jobs' arenas, at the same path on every node.
     """
 
+    world_kind: type[WorldProcess] = WorldProcess
+
+    def __init__(self, job: str, root: Path, mpi: MpiLauncher | None = None) -> None:
+        """``mpi`` is what starts worlds, found when first needed if None."""
+        self.job, self.root, self._mpi = job, root, mpi
+
+    @abstractmethod
     def nodes(self) -> list[str]:
         """All nodes of the job, lost ones included, always in the same order."""
 
+    @abstractmethod
     def reachable(self, node: str) -> bool:
         """False if the node is known to be lost; True promises nothing."""
 
-    def gone(self, node: str) -> bool:
-        """True if no process of the node can run any more; False when in doubt.
-
-        A lost node that was only cut off may train until its lease has run out, which
-        the supervisor waits for.
-        """
-
+    @abstractmethod
     def address(self, node: str) -> str:
         """The address at which processes of other nodes, and the supervisor, reach this one.
 
@@ -110,20 +69,13 @@ class Launcher(Protocol):
         first node's.
         """
 
-    def interface(self, node: str) -> str:
-        """The network device of that address, for gloo; empty if gloo is to choose."""
-
-    def node_dir(self, node: str) -> Path:
-        """The job's folder in that node's memory, for its socket and its arenas.
-
-        A path on that node, which the supervisor may not be able to open.
-        """
-
+    @abstractmethod
     def ready_file(self, node: str) -> Path:
         """A file that supervisor and node see: processes of the node say where they serve in
         files of their own beside it.
         """
 
+    @abstractmethod
     def start(
         self,
         node: str,
@@ -142,6 +94,7 @@ class Launcher(Protocol):
         run, or ControlPlaneError when nothing can be started there just now.
         """
 
+    @abstractmethod
     def attach(self, node: str, pid: int, start_time: int | None = None) -> ProcessHandle:
         """Take over a process that an earlier supervisor started on ``node``.
 
@@ -149,13 +102,42 @@ class Launcher(Protocol):
         did not start at ``start_time``; NodeUnreachable as ``start`` does.
         """
 
+    @abstractmethod
+    def _spread(self, nodes: Sequence[str], scratch: Path) -> Spread | None:
+        """The way of a world to these nodes, which are there; ``scratch`` is its folder."""
+
+    def gone(self, node: str) -> bool:
+        """True if no process of the node can run any more; False when in doubt.
+
+        A lost node that was only cut off may train until its lease has run out, which
+        the supervisor waits for.
+        """
+        return False
+
+    @property
+    def job_dir(self) -> Path:
+        """The job's folder on each node."""
+        return self.root / self.job
+
+    def node_dir(self, node: str) -> Path:
+        """The job's folder in that node's memory, for its socket and arenas: <root>/<job>/<node>.
+
+        A path on that node, which the supervisor may not be able to open.
+        """
+        if node not in self.nodes():
+            raise ConfigError(f"no node {node!r} in job {self.job}; there are {self.nodes()}")
+        return self.job_dir / node
+
     def check_world(self, ranks: int) -> None:
         """Prove that an MPI world of ``ranks`` processes can be started; takes a second or two.
 
         Raises MpiError, which says what is missing; NoMpiError where there is no MPI at all.
         """
+        nodes = [node for node in self.nodes() if self.reachable(node)][:ranks]
+        spread = self._spread(nodes, self.job_dir / ".worlds")
+        probe_world(self.mpi(), ranks, base_environment(), nodes=nodes, spread=spread)
 
-    def start_world(self, placements: Sequence[Placement], log_path: Path) -> ProcessHandle:
+    def start_world(self, placements: Sequence[Placement], log_path: Path) -> WorldProcess:
         """Start one MPI world: rank i of it is ``placements[i]``.
 
         The handle is of the MPI launcher.  When a rank dies, or its node, MPI ends the
@@ -163,3 +145,29 @@ class Launcher(Protocol):
         rank is left.  Variables that differ between placements can be read by other users
         of the machine.  Raises NodeUnreachable, or NoMpiError.
         """
+        placed = [Placement(*placement) for placement in placements]
+        if not placed:
+            raise ValueError("a world needs at least one placement")
+        nodes = [placement.node for placement in placed]
+        self._require(nodes)
+        marked = [p._replace(env=self._marked(p.node, p.env)) for p in placed]
+        scratch = self.job_dir / ".worlds" / uuid.uuid4().hex[:12]
+        spread, log = self._spread(nodes, scratch), log_path.absolute()
+        return self.world_kind.start(self.mpi(), self.job, marked, log, scratch, spread)
+
+    def mpi(self) -> MpiLauncher:
+        """The MPI launcher in use; the first call may start short processes to find it."""
+        self._mpi = self._mpi or find_mpi()
+        return self._mpi
+
+    def _marked(self, node: str, env: Mapping[str, str]) -> dict[str, str]:
+        marks = {JOB: self.job, NODE: node, NODE_DIR: str(self.node_dir(node))}
+        return {INCARNATION: "0", **env, **marks}
+
+    def _require(self, nodes: Sequence[str]) -> None:
+        """NodeUnreachable if one of them is lost."""
+        if lost := sorted({node for node in nodes if not self.reachable(node)}):
+            raise NodeUnreachable(
+                f"node {', '.join(lost)} of job {self.job} is lost; continue without it or put a "
+                "spare in its place"
+            )

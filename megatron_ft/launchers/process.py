@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import TREE
 from megatron_ft.core.errors import ControlPlaneError, MissingEnvironmentError
-from megatron_ft.launchers.launcher import UNKNOWN_EXIT, ProcessGoneError
+from megatron_ft.launchers.handle import UNKNOWN_EXIT, ProcessGoneError
 
 # The smallest a pipe can be: what fits is written before the process exists, without blocking.
 STDIN_LIMIT = 4096

@@ -15,8 +15,7 @@ from pathlib import Path
 from megatron_ft.core import private_files, procfs
 from megatron_ft.core.environment import JOB, NODE, READY_NAME, check_names
 from megatron_ft.core.errors import MissingEnvironmentError, UntrustedFileError
-from megatron_ft.launchers.base import BaseLauncher
-from megatron_ft.launchers.launcher import NodeUnreachable, Placement, ProcessGoneError
+from megatron_ft.launchers.launcher import Launcher, NodeUnreachable, Placement, ProcessGoneError
 from megatron_ft.launchers.mpirun import MpiLauncher
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.world import WORLD, WORLD_NODES, Spread, WorldProcess, probe_world
@@ -29,7 +28,7 @@ def default_root() -> Path:
     return Path(f"/dev/shm/megatron-ft-{os.geteuid()}")
 
 
-class VirtualCluster(BaseLauncher):
+class VirtualCluster(Launcher):
     """A Launcher whose nodes are groups of processes of this machine.
 
     Only processes of this user whose environment names exactly this job and node are ever

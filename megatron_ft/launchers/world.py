@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE, NODE_DIR
 from megatron_ft.core.errors import ControlPlaneError, MpiError
-from megatron_ft.launchers.launcher import Placement
+from megatron_ft.launchers.handle import Placement
 from megatron_ft.launchers.mpirun import (
     MpiLauncher,
     split_environments,

@@ -25,7 +25,7 @@ import msgspec
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import INCARNATION
 from megatron_ft.core.errors import MegatronFTError, NoMpiError
-from megatron_ft.core.process_tools import log_size, text_since
+from megatron_ft.core.process_tools import last_word, log_size
 from megatron_ft.erasure.rank_bootstrap import Listening, RankBootstrap
 from megatron_ft.erasure.tcp import EXIT_PEER_GONE
 from megatron_ft.erasure.tcp_sockets import send_table
@@ -119,8 +119,9 @@ class EncoderWorld:
         return await self._handle.wait()
 
     def why_ended(self, status: int) -> str:
-        """The cause of its end, as far as its log shows; ``status`` is what ``ended`` gave."""
-        return f"{why_ended(text_since(self._log, self._log_begin), status)} (see {self._log})"
+        """The last line of its log; ``status`` is what ``ended`` gave."""
+        how = f"signal {-status}" if status < 0 else f"exit status {status}"
+        return f"{how}; {self._log} says: {last_word(self._log, self._log_begin)}"
 
     def end(self, name: str) -> None:
         """End the world if that is its name; ``ended`` returns once its processes are gone."""
@@ -214,26 +215,6 @@ class WorldKeeper:
         if alike != self._emitted:
             self._emitted = alike
             self._coordinator.observers.emit(kind, text)
-
-
-_CAUSES = (
-    re.compile(r"^(.*(?:No space left on device|not enough space for).*)$", re.MULTILINE),
-    re.compile(r"\b(Signal: Bus error)\b"),
-    re.compile(r"^(?:\[\S+\] )?(?:[a-z_]\w*\.)*([A-Z]\w*(?:Error|Exception): .*)$", re.MULTILINE),
-    re.compile(r"^(.*): this encoder leaves$", re.MULTILINE),
-    re.compile(r"exited on\s+(signal \d+ \([\w ]+\))"),
-)
-
-
-def why_ended(said: str, status: int) -> str:
-    """The cause in words; the same for worlds that ended alike.  Pure.
-
-    ``said`` is what the world wrote to its log, ``status`` its exit status.
-    """
-    for pattern in _CAUSES:
-        if found := pattern.search(said):
-            return found[1].strip()[:300]
-    return f"signal {-status}" if status < 0 else f"exit status {status}"
 
 
 START_SECONDS = 60.0

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from megatron_ft.core.errors import RestartBudgetError
 
 _DOUBLINGS_LIMIT = 30
-OTHER_STARTS = 3
 
 RERUN_CODES = (16, 17)
 """Exit codes of Megatron's rerun machine for a doubtful result; the snapshot is not at fault."""
@@ -54,7 +53,6 @@ class RestartBudget:
     highest_saved: int = -1
     failures: tuple[Failure, ...] = ()
     restarts_without_progress: int = 0
-    other_starts: int = 0
     first: str = ""
 
     def after(self, failure: Failure, iteration: int, *, saved: int = -1) -> RestartBudget:
@@ -94,16 +92,6 @@ class RestartBudget:
             restarts_without_progress=self.restarts_without_progress + 1,
             first=self.first or failure.text,
         )
-
-    def from_other_start(self) -> RestartBudget:
-        """The budget of a job whose next start is from another state than its last ones.
-
-        Earlier failures say nothing of that one.  At most OTHER_STARTS times without
-        progress; then this budget, unchanged.  The total stays.
-        """
-        if self.other_starts >= OTHER_STARTS:
-            return self
-        return replace(self, failures=(), other_starts=self.other_starts + 1)
 
     @property
     def delay_seconds(self) -> float:

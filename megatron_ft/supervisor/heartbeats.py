@@ -48,17 +48,13 @@ class Heartbeats:
         """Forget reports of trainers that are dead now."""
         self._heard.clear()
 
-    def all(self) -> list[RankReport]:
-        """The newest report of each rank, by rank."""
-        return sorted(self._heard.values(), key=lambda heard: heard.report.rank)
-
     def fresh(self, ranks: int, age: float) -> list[RankReport]:
-        """Reports of all ranks if none is older than ``age`` seconds, else an empty list.
+        """Reports of all ranks, by rank, if none is older than ``age`` s; else an empty list.
 
         The silence of a node, or a supervisor that was suspended, is no sign of missing progress.
         """
         since = time.monotonic() - age
-        heard = self.all()
+        heard = sorted(self._heard.values(), key=lambda heard: heard.report.rank)
         whole = len(heard) == ranks and all(one.at >= since for one in heard)
         return heard if whole else []
 

@@ -113,10 +113,6 @@ class NoSpareError(MegatronFTError):
         self.admitted, self.missing = admitted, missing
 
 
-class SmpStartError(MegatronFTError):
-    """The first SMPs of a job could not be started; nothing was lost."""
-
-
 class Membership:
     """The nodes of one job over all its incarnations.
 
@@ -375,7 +371,7 @@ class Membership:
         except ControlPlaneError as error:
             # At the job's start a node that merely refuses is a mistake that the user can mend.
             if self._coordinator.incarnation == 0 and not isinstance(error, NodeUnreachable):
-                raise SmpStartError(str(error)) from error
+                raise MegatronFTError(str(error)) from error
             self._give_up(node)
             return False
         link = self._coordinator.links.get(node)
@@ -409,10 +405,9 @@ def _check_nodes(spec: JobSpec, record: JobRecord) -> None:
     kept = len(record.active)
     shrunk = spec.settings.on_no_spare == SHRINK and kept < spec.nodes
     if kept and kept != spec.nodes and not shrunk:
-        free = "" if record.committed else ", or free it: `megatron-ft clean --job {spec.name}`"
         raise ConfigError(
             f"job {spec.name!r} is kept with {kept} nodes; you asked for {spec.nodes}. Use --nodes "
-            f"{kept}, or another --job{free.format(spec=spec)}"
+            f"{kept}, or another --job, or free this one: `megatron-ft clean --job {spec.name}`"
         )
     ranks = (kept or spec.nodes) * spec.ranks_per_node
     if record.committed and record.shards and len(record.shards) != ranks:

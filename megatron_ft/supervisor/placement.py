@@ -1,20 +1,17 @@
 """Placement: the nodes that train, the spares that take over, and their failure domains.
 
-Failure domains come from a file of lines ``rack1: node[0-3],node7``, or from
-``scontrol show topology``.  Hostlist expressions are those of scontrol(1).
+Failure domains come from a file of lines ``rack1: node[0-3],node7``.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import Domains, domain_of, members_of, stripe_sets
 
@@ -26,12 +23,13 @@ def choose_active(nodes: Sequence[str], count: int, domains: Domains, scheme: Sc
     any one failure domain: if any choice allows stripes, this one does.
     """
     active = list(nodes[:count])
-    if not scheme.parity_members or _fits(active, domains, scheme):
+    largest = max(map(len, members_of(active, domains).values()), default=0)
+    if not scheme.parity_members or stripe_sets(len(active), largest, scheme) is not None:
         return active
     active = list(nodes)
     while len(active) > count:
-        largest = max(members_of(active, domains).values(), key=len)
-        active.remove(largest[-1])
+        crowd = max(members_of(active, domains).values(), key=len)
+        active.remove(crowd[-1])
     return active
 
 
@@ -78,53 +76,24 @@ def stripes_by_position(
     return sorted(sets, key=sorted)
 
 
-def describe_domains(
-    active: Sequence[str], nodes: Sequence[str], domains: Domains, scheme: Scheme
-) -> str:
-    """The failure domains of a job and what becomes of its stripes, in one line."""
-    groups = members_of(active, domains)
-    shown = "; ".join(f"{name}: {', '.join(found)}" for name, found in groups.items())
-    spares = [f"{n} ({domain_of(n, domains)})" for n in nodes if n not in active]
-    text = f"{len(groups)} failure domains train ({shown})"
-    text += f", spares {', '.join(spares)}" if spares else ", no spares"
-    count = stripe_sets(len(active), max(map(len, groups.values())), scheme)
-    if not scheme.parity_members or count is None:
-        return text
-    lengths = sorted({len(active) // count, -(-len(active) // count)})
-    return (
-        f"{text}; stripes of {' or '.join(map(str, lengths))} nodes, at most "
-        f"{scheme.parity_members} of one domain in each"
-    )
-
-
-def _fits(active: Sequence[str], domains: Domains, scheme: Scheme) -> bool:
-    largest = max(map(len, members_of(active, domains).values()))
-    return stripe_sets(len(active), largest, scheme) is not None
-
-
-SLURM = "slurm"
-"""Stands for the topology of the Slurm cluster of this machine, instead of a file."""
-
-ASK_SECONDS = 10.0
-_PAIR = re.compile(r"(\w+)=(\S+)")
 _ENTRY = re.compile(r"([^\s:=]+)\s*:\s*(\S.*)")
 _BRACKET = re.compile(r"\[([^\]]*)\]")
 _MOST_NAMES = 1 << 16
 
 
 def read_domains(source: str, nodes: Sequence[str]) -> dict[str, str]:
-    """Failure domain of each of ``nodes``, from the file ``source`` or from Slurm itself.
+    """Failure domain of each of ``nodes``, from a file.
 
-    ConfigError for a file that cannot be read or understood, or that does not name a node;
-    MissingEnvironmentError where Slurm is to be asked and does not answer.
+    ConfigError for a file that cannot be read or understood, or that does not name a node.
     """
-    where = "`scontrol show topology`" if source == SLURM else source
-    text = leaf_switches(_ask_slurm()) if source == SLURM else _read(Path(source))
-    found = parse_domains(text, where)
+    try:
+        found = parse_domains(Path(source).read_text(), source)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--failure-domains {source} cannot be read: {error}") from error
     missing = [node for node in nodes if node not in found]
     if missing:
         raise ConfigError(
-            f"{where} puts {', '.join(missing)} in no failure domain; it names "
+            f"{source} puts {', '.join(missing)} in no failure domain; it names "
             f"{', '.join(sorted(found)[:8]) or 'no node'}. Add them, each in a domain of its own "
             "if it shares nothing with another"
         )
@@ -154,20 +123,6 @@ def parse_domains(text: str, where: str) -> dict[str, str]:
                     "a node is in one"
                 )
     return found
-
-
-def leaf_switches(topology: str) -> str:
-    """What ``scontrol show topology`` prints, as lines of a file of failure domains.  Pure.
-
-    Only switches, or blocks, without others below them count: those repeat their nodes.
-    """
-    lines = []
-    for line in topology.splitlines():
-        pairs = {key.lower(): value for key, value in _PAIR.findall(line)}
-        name = pairs.get("switchname") or pairs.get("blockname")
-        if name and "nodes" in pairs and pairs.get("switches", "(null)") == "(null)":
-            lines.append(f"{name}: {pairs['nodes']}")
-    return "\n".join(lines)
 
 
 def expand_hostlist(expression: str, place: str = "hostlist") -> list[str]:
@@ -203,29 +158,3 @@ def _range(text: str, place: str) -> list[str]:
             raise ConfigError(f"{place}: [{text}] is no range of numbers; write [0-3,7]")
         found += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
     return found
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--failure-domains {path} cannot be read: {error}") from error
-
-
-def _ask_slurm() -> str:
-    program = shutil.which("scontrol")
-    if program is None:
-        raise MissingEnvironmentError(
-            f"--failure-domains {SLURM}: there is no scontrol on PATH; give a file instead"
-        )
-    try:
-        done = subprocess.run(
-            [program, "show", "topology"], stdin=subprocess.DEVNULL, capture_output=True,
-            text=True, timeout=ASK_SECONDS, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError) as error:
-        raise MissingEnvironmentError(
-            f"--failure-domains {SLURM}: `scontrol show topology` failed ({error}); the cluster "
-            "has a topology plugin only if its administrators set one: give a file instead"
-        ) from error
-    return done.stdout

@@ -273,8 +273,6 @@ class TrainerFleet:
                 environment = (
                     place.of_torchrun(base) if spec.trainer_per_node else place.of_rank(base)
                 )
-                if interface := self._launcher.interface(node):
-                    environment.setdefault("GLOO_SOCKET_IFNAME", interface)
                 log = self.log_of(index * spec.ranks_per_node + local)
                 command, mark = container.pass_environment(spec.command, environment)
                 if mark:

@@ -146,6 +146,11 @@ class QuarantinePolicy:
         self._coordinator.observers.emit("rewind", text, before=before)
         return text
 
+    async def newest_saved(self) -> int:
+        """The newest iteration that the framework has saved itself; -1 for none, or if unknown."""
+        own = await self._own()
+        return -1 if own is None else own.iteration
+
     async def _own(self) -> OwnCheckpoint | None:
         """The newest that the framework has saved itself, None where that is not known."""
         directory = self._directory
@@ -193,11 +198,3 @@ def reason_against_own(quarantine: Quarantine, checkpoint: Path | None) -> str:
 def memory_goes_first(quarantine: Quarantine, directory: Path) -> bool:
     """True if memory goes before a newer checkpoint of the framework's own in ``directory``."""
     return quarantine.goes_before(naming(directory))
-
-
-async def newest_saved(directory: Path | None) -> int:
-    """The newest iteration that the framework has saved itself; -1 for none, or if unknown."""
-    try:
-        return await in_thread(lambda: newest_iteration(directory), DISK_TIMEOUT_SECONDS)
-    except (asyncio.TimeoutError, OSError):
-        return -1

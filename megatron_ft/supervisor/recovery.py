@@ -210,8 +210,7 @@ class Recovery:
             # Not from scratch either: what the folder names is what the framework would load.
             raise UnrecoverableError(
                 f"no snapshot can be served: {reason}. {checkpoint} cannot either: {unwanted}. "
-                f"Name what is to be loaded, that one or an older one, in {TRACKER} (DeepSpeed: "
-                f"{LATEST}) of its folder anew"
+                f"Name anew what is to be loaded in {TRACKER} (DeepSpeed: {LATEST}) of its folder"
             )
         if checkpoint is not None:
             # A job that has shrunk has no shards in its notes any more.

@@ -23,7 +23,8 @@ from megatron_ft.core.errors import (
     RestartBudgetError,
     StaleIncarnationError,
 )
-from megatron_ft.launchers.launcher import HostSource, Launcher
+from megatron_ft.launchers.launcher import Launcher
+from megatron_ft.launchers.slurm.allocation import ReplacementHosts
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor.coordinator import Coordinator
@@ -37,7 +38,7 @@ from megatron_ft.supervisor.incarnation import Incarnation
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership, NoSpareError
 from megatron_ft.supervisor.processes import TrainerFleet
-from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy, newest_saved
+from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
 from megatron_ft.supervisor.recovery import RebuildError, Recovery
 from megatron_ft.supervisor.schedule import Pacing
 from megatron_ft.supervisor.spec import JobSpec
@@ -58,7 +59,7 @@ class Supervisor:
         spec: JobSpec,
         launcher: Launcher,
         state: JobState,
-        hosts: HostSource | None = None,
+        hosts: ReplacementHosts | None = None,
     ) -> None:
         self.spec, self.state, self.observers = spec, state, Observers()
         self._launcher, self._hosts = launcher, hosts
@@ -117,7 +118,7 @@ class Supervisor:
             await asyncio.to_thread(starter.check, self.spec.nodes)
             if starter.over_tcp:
                 self.observers.emit("transport", starter.describe())
-        saved = await newest_saved(self.spec.checkpoint_dir)
+        saved = await self._quarantine.newest_saved()
         self._budget = replace(self._budget, highest_saved=saved)
         try:
             while (failure := await self._run_incarnation()) is not None:
@@ -233,11 +234,11 @@ class Supervisor:
         self._pacing.failed()
         if failure.training and (quiet := await self.coordinator.quiet_nodes()):
             failure = Failure(failure.text, NODE_LOST, quiet[0])
-        if failure.training and await self._quarantine.training_failed():
-            self._budget = self._budget.from_other_start()
+        if failure.training:
+            await self._quarantine.training_failed()
         committed = self.coordinator.committed
         iteration = -1 if committed is None else committed[1]
-        saved = await newest_saved(self.spec.checkpoint_dir)
+        saved = await self._quarantine.newest_saved()
         self._budget = self._budget.after(failure, iteration, saved=saved)
         if self._budget.delay_seconds:
             delay = self._budget.delay_seconds

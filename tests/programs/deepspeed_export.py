@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_ft.checkpoint.export import export
+from megatron_ft.checkpoint.export import MARK, export
 from megatron_ft.cli.chaos.trace import trace_path
 from megatron_ft.core.errors import ExportError
 from tests.programs.deepspeed_program import ENVIRONMENT, line, make_engine, train_step
@@ -72,9 +72,9 @@ def finish(found: list[str]) -> None:
 
 
 def _names(directory: Path) -> list[str]:
-    """All files but DeepSpeed's scripts, which are in its package too."""
+    """All files but DeepSpeed's scripts, which are in its package too, and our mark."""
     files = [p for p in directory.rglob("*") if p.is_file() and p.suffix != ".py"]
-    return sorted(str(p.relative_to(directory)) for p in files)
+    return sorted(str(p.relative_to(directory)) for p in files if p.name != MARK)
 
 
 def compare_files(ours: Path, theirs: Path) -> list[str]:

@@ -93,7 +93,7 @@ def test_the_coordinator_holds_2048_nodes() -> None:
 def test_each_node_is_sent_its_own_stripes_in_one_sequence() -> None:
     places = {"a": "n0", "b": "n1", "c": "n2", "d": "n1", "e": "n2", "f": "n2"}
     pairs = (("a", "b"), ("c", "d"), ("e", "f"))
-    stripes = [StripeState("xor", 1, 1, 128, pair, 64, 1) for pair in pairs]
+    stripes = [StripeState("xor", 1, 1, 128, pair, 64) for pair in pairs]
     orders = stripe_orders(stripes, places, ("n0", "n1", "n2", "n3"))
     parts = orders_by_node(orders, places)
     assert {node: [order.index for order in part] for node, part in parts.items()} == {

@@ -15,7 +15,7 @@ NODES = ("n0", "n1", "n2")
 PLACES = {f"dp{i}": node for i, node in enumerate(NODES)}
 
 
-STRIPE = StripeState("xor", 2, 1, 128, tuple(PLACES), 64, 1)
+STRIPE = StripeState("xor", 2, 1, 128, tuple(PLACES), 64)
 
 
 ORDERS = stripe_orders([STRIPE], PLACES, NODES)

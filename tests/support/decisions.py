@@ -18,8 +18,8 @@ LINEAGE = (Ancestor(1, None), Ancestor(2, OLD))
 
 
 STRIPES = (
-    StripeState("xor", 2, 1, 128, ("dp0", "dp1", "dp2"), 64, 1),
-    StripeState("xor", 2, 1, 128, ("dp3", "dp4", "dp5"), 64, 1),
+    StripeState("xor", 2, 1, 128, ("dp0", "dp1", "dp2"), 64),
+    StripeState("xor", 2, 1, 128, ("dp3", "dp4", "dp5"), 64),
 )
 
 

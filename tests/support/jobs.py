@@ -81,10 +81,11 @@ class WarmCluster(NetworkedCluster):
             return super().start(node, argv, env, log_path, stdin)
         self._require([node])
         namespace = "" if self.network is None else self.network.namespace_path(node)
-        child = self.warm.start(argv[1:], self._marked(node, env), log_path, namespace)
+        given = self._marked(node, self.on_device(node, env))
+        child = self.warm.start(argv[1:], given, log_path, namespace)
         self.waiting.append(child)
         tree = env.get(TREE, "")
-        process = self._placed(self._kind(node, child.pid, child, tree))  # type: ignore[arg-type]
+        process = self._placed(self.process_kind(node, child.pid, child, tree))  # type: ignore[arg-type]
         self._end_if_lost([node], process)
         return process
 

@@ -180,14 +180,20 @@ class NetworkedCluster(VirtualCluster):
         """The node's own address where there is a network."""
         return super().address(node) if self.network is None else self.network.address(node)
 
-    def interface(self, node: str) -> str:
-        """The node's device where there is a network."""
-        return super().interface(node) if self.network is None else self.network.interface(node)
+    def start(
+        self, node: str, argv: Sequence[str], env: Mapping[str, str], *more: Any
+    ) -> LocalProcess:
+        """Start a process in the node's network, on whose device gloo is to be; see Launcher."""
+        if self.network is not None:
+            argv = self.network.entered(node, argv)
+        return self._placed(super().start(node, argv, self.on_device(node, env), *more))
 
-    def start(self, node: str, argv: Sequence[str], *more: Any) -> LocalProcess:
-        """Start a process in the node's network; see Launcher."""
-        command = argv if self.network is None else self.network.entered(node, argv)
-        return self._placed(super().start(node, command, *more))
+    def on_device(self, node: str, env: Mapping[str, str]) -> dict[str, str]:
+        """An environment in which gloo takes the node's device."""
+        device = (
+            {} if self.network is None else {"GLOO_SOCKET_IFNAME": self.network.interface(node)}
+        )
+        return {**device, **env}
 
     def attach(self, node: str, pid: int, start_time: int | None = None) -> LocalProcess:
         """Take over a process; see Launcher."""

@@ -25,7 +25,7 @@ ONE, TWO = SnapshotId(INCARNATION, 1), SnapshotId(INCARNATION, 2)
 PLACES = {"dp0": "n0", "dp1": "n1", "dp2": "n2"}
 
 
-STRIPE = StripeState("xor", 2, 1, 128, tuple(PLACES), 64, 1)
+STRIPE = StripeState("xor", 2, 1, 128, tuple(PLACES), 64)
 
 
 ORDERS = stripe_orders([STRIPE], PLACES, list(PLACES.values()))

@@ -12,9 +12,8 @@ from megatron_ft.cli.doctor import node_checks
 from megatron_ft.cli.doctor.facts import Facts, SharedFolder, WorldFacts
 from megatron_ft.cli.doctor.report import Finding, Severity, by_node, ok, refuse, warn
 from megatron_ft.core.errors import ProtectionError
-from megatron_ft.erasure.stripes import check_domains
+from megatron_ft.erasure.stripes import check_domains, members_of
 from megatron_ft.launchers.slurm.allocation import NO_KILL_ADVICE
-from megatron_ft.supervisor.placement import describe_domains
 
 _ONE_VERSION = "install one version everywhere"
 
@@ -52,8 +51,9 @@ def protection(facts: Facts) -> list[Finding]:
     if not wishes.domains:
         text = f"{wishes.scheme} over {len(wishes.active)} nodes"
         return [ok(f"{text} (no --failure-domains, each node is alone)")]
-    text = describe_domains(wishes.active, wishes.nodes, wishes.domains, wishes.scheme)
-    return [ok(f"{text} ({wishes.domains_from})")]
+    groups = members_of(wishes.active, wishes.domains)
+    shown = "; ".join(f"{name}: {', '.join(nodes)}" for name, nodes in groups.items())
+    return [ok(f"{len(groups)} failure domains train ({shown}) ({wishes.domains_from})")]
 
 
 def slurm(facts: Facts) -> list[Finding]:

@@ -9,8 +9,7 @@ from pathlib import Path
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.launchers.agents import remote_shell
 from megatron_ft.launchers.agents.hub import AgentHub, AgentProcess
-from megatron_ft.launchers.base import BaseLauncher
-from megatron_ft.launchers.launcher import NodeUnreachable
+from megatron_ft.launchers.launcher import Launcher, NodeUnreachable
 from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.launchers.mpirun import daemons_by
 from megatron_ft.launchers.world import Spread
@@ -20,7 +19,7 @@ CLEAN_SECONDS = 30.0
 END_SECONDS = 10.0
 
 
-class AgentLauncher(BaseLauncher):
+class AgentLauncher(Launcher):
     """Has agents start all processes; see Launcher.
 
     ``meeting`` is the supervisor's file in a folder that all nodes see.  ``names`` are nodes that

@@ -196,9 +196,10 @@ def _demand(*command: str) -> str:
 
 
 class ReplacementHosts:
-    """The HostSource of a job in ``allocation`` whose arenas are in ``job_dir`` on each node.
+    """More nodes for a job in ``allocation`` whose arenas are in ``job_dir`` on each node.
 
-    ``flags`` are the site's own for sbatch, as ``--gpus-per-node=8``.
+    ``seconds`` is the longest wait for them.  ``flags`` are the site's own for sbatch, as
+    ``--gpus-per-node=8``.
     """
 
     def __init__(
@@ -208,12 +209,12 @@ class ReplacementHosts:
         self._allocation, self._folder, self._flags = allocation, job_dir, tuple(flags)
 
     def request(self, count: int) -> str:
-        """Submit a job for each host; see HostSource.  ControlPlaneError with what sbatch said."""
+        """Submit a job for each host; what was asked for.  ControlPlaneError if sbatch fails."""
         jobs = [self._submit() for _ in range(count)]
         return f"a host from Slurm job {', '.join(jobs)}"
 
     def arrived(self) -> list[str]:
-        """See HostSource."""
+        """Hosts that came since this was asked before; the launcher has them from now on."""
         return self._allocation.look_for_hosts()
 
     def withdraw(self) -> None:

@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_ft.core import procfs
-from megatron_ft.launchers.base import BaseLauncher
+from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.launchers.launcher_env import STEP_PLACES, outside_of_steps
 from megatron_ft.launchers.mpirun import MpiLauncher, daemons_by
 from megatron_ft.launchers.process import LocalProcess, open_session
@@ -76,22 +76,6 @@ class StepProcess(LocalProcess):
         """Watch the srun ``pid`` of a step of ``allocation``."""
         super().__init__(node, pid, child)
         self._allocation = allocation
-
-    @classmethod
-    def begin(
-        cls,
-        allocation: Allocation,
-        node: str,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        log_path: Path,
-        flags: Sequence[str],
-        stdin: bytes | None,
-    ) -> StepProcess:
-        """Start a step; ``flags`` are the site's own for srun."""
-        command = step_command(allocation.job_of(node), node, argv, log_path, flags)
-        child = open_session(node, command, outside_of_steps(env), log_path, stdin)
-        return cls(allocation, node, child.pid, child)
 
     def kill(self) -> None:
         """Have Slurm send SIGKILL to all of the step; see ProcessHandle.
@@ -201,7 +185,7 @@ def _is_srun(pid: int) -> bool:
 CLEAN_SECONDS = 30.0
 
 
-class SlurmLauncher(BaseLauncher):
+class SlurmLauncher(Launcher):
     """Starts every process as a job step of its own; see Launcher.
 
     ``shared_dir`` is a folder that all nodes see.  ``flags`` are given to each srun.
@@ -251,7 +235,10 @@ class SlurmLauncher(BaseLauncher):
         """
         self._require([node])
         given, log = self._marked(node, env), log_path.absolute()
-        return StepProcess.begin(self.allocation, node, argv, given, log, self._flags, stdin)
+        job_id = self.allocation.job_of(node)
+        command = step_command(job_id, node, argv, log, self._flags)
+        child = open_session(node, command, outside_of_steps(given), log, stdin)
+        return StepProcess(self.allocation, node, child.pid, child)
 
     def attach(self, node: str, pid: int, start_time: int | None = None) -> StepProcess:
         """Take over the step whose srun has this number; see Launcher."""

@@ -51,7 +51,6 @@ class Shape:
                 64 * self.data,
                 tuple(f"dp{s * count + i}" for i in range(count)),
                 64,
-                1,
             )
             for s in range(self.stripes)
         )

@@ -232,7 +232,7 @@ def test_lengths_out_of_order_or_outside_are_corrupt(field: str, change: int) ->
 
 def test_out_of_the_wrong_size_is_refused() -> None:
     with pytest.raises(ValueError, match="have 3 blocks"):
-        digest.digest_blocks(np.zeros(600, np.uint8), BLOCK, 2, np.zeros(2, np.uint64))
+        digest.digest_blocks(np.zeros(600, np.uint8), BLOCK, np.zeros(2, np.uint64))
 
 
 @pytest.fixture

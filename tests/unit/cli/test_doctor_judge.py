@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -13,13 +16,14 @@ from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.arena.limits import MemoryReading
 from megatron_ft.cli.doctor.checks import judge
 from megatron_ft.cli.doctor.command import EXIT_CODES, shard_size
-from megatron_ft.cli.doctor.facts import Facts
+from megatron_ft.cli.doctor.facts import Facts, TrialRank
 from megatron_ft.cli.doctor.node_checks import node_bytes, shortest_scheme
 from megatron_ft.cli.doctor.report import Finding, Severity, as_json, by_node, render, worst
-from megatron_ft.cli.doctor.trial_world import silent_ranks
+from megatron_ft.cli.doctor.trial_world import TrialWorlds, silent_ranks
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.transport import Transport
 from megatron_ft.launchers.container import python_of
+from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.launchers.slurm.allocation import asks_no_kill
 from tests.support.doctor_facts import (
     GIB,
@@ -244,3 +248,24 @@ class Deaf:
 
 def test_ranks_that_do_not_answer_are_named() -> None:
     assert silent_ranks(cast(Transport, Deaf()), seconds=0.05) == (2,)
+
+
+@pytest.mark.parametrize(
+    ("fails", "broken"),
+    [
+        (lambda nodes: "n2" in nodes, ("n2",)),
+        (lambda nodes: {"n3", "n4"} <= {*nodes}, ("n3", "n4")),
+        (lambda nodes: len(nodes) == len(NODES), ()),
+        (lambda nodes: True, NODES),
+    ],
+)
+def test_the_nodes_in_the_way_of_a_world_are_found(
+    fails: Callable[[Sequence[str]], bool], broken: tuple[str, ...]
+) -> None:
+    class Forged(TrialWorlds):
+        async def _world(self, nodes: Sequence[str]) -> tuple[dict[str, TrialRank], str]:
+            return {}, "orted died" if fails(nodes) else ""
+
+    worlds = Forged(cast(Launcher, None), Path(), "t", "auto")
+    found = asyncio.run(worlds.examine(NODES))
+    assert (found.error, found.broken) == ("orted died", broken)

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-import deepspeed_ext
 from megatron_ft.cli.training_command import settle
-from megatron_ft.config import SETTINGS, SnapshotConfig, resolve
+from megatron_ft.config import SnapshotConfig, resolve
 from megatron_ft.config.flags import job_contradictions
-from megatron_ft.config.json_section import read_command, read_section, schema
+from megatron_ft.config.json_section import read_command, read_section
 from megatron_ft.core.errors import ConfigError
 
 
@@ -159,11 +158,3 @@ def test_a_trainer_refuses_what_the_supervisor_was_told_otherwise() -> None:
     (line,) = job_contradictions(section.source, "reads no scripts", environment)
     assert "inmem_snapshot.protect is xor:2" in line and "supervisor's --protect is rs:3+1" in line
     assert job_contradictions(section.source, "", {"MEGATRON_FT_PROTECT": "rs:3+1"}) == []
-
-
-def test_the_shipped_schema_is_that_of_the_settings() -> None:
-    shipped = Path(deepspeed_ext.__file__).with_name("inmem_snapshot.schema.json")
-    assert json.loads(shipped.read_text()) == schema(), "run scripts/flags_table.py"
-    properties = schema()["properties"]
-    assert list(properties) == ["enabled", "client_state", "follows_engine", *SETTINGS]
-    assert properties["slots"]["type"] == "integer" and properties["slots"]["default"] == 2

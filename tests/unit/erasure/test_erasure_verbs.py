@@ -383,4 +383,4 @@ def test_wrong_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="parity bytes"):
         view.require_fit(code)
     with pytest.raises(ValueError, match="whole blocks"):
-        StripeCode("rs", 3, 1, 4096, 1024, 1)
+        StripeCode("rs", 3, 1, 4096, 1024)

@@ -11,31 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.cli import main as cli
-from megatron_ft.core.errors import ConfigError, MissingEnvironmentError, ProtectionError
+from megatron_ft.core.errors import ConfigError, ProtectionError
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import check_domains, crowded, possible_scheme, stripe_sets
 from megatron_ft.supervisor.placement import (
     choose_active,
     choose_spares,
-    describe_domains,
     expand_hostlist,
-    leaf_switches,
     parse_domains,
     read_domains,
     stripes_by_position,
 )
-
-PRINTED = """\
-SwitchName=leaf0 Level=0 LinkSpeed=1 Nodes=n[0-1]
-SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=n2
-SwitchName=spine Level=1 LinkSpeed=1 Nodes=n[0-2] Switches=leaf[0-1]
-"""
-
-
-def test_slurms_topology_is_read_by_its_leaves() -> None:
-    found = parse_domains(leaf_switches(PRINTED), "t")
-    assert found == {"n0": "leaf0", "n1": "leaf0", "n2": "leaf1"}
-    assert leaf_switches("BlockName=b1 Nodes=n[1-2]\nBlockSizes=2\n") == "b1: n[1-2]"
 
 
 def test_a_simple_file_is_read() -> None:
@@ -67,14 +53,11 @@ def test_what_is_no_such_file_is_refused(text: str, said: str) -> None:
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
         parse_domains(text, "t")
-        parse_domains(leaf_switches(text), "t")
     except ConfigError:
         pass
 
 
-def test_a_node_that_is_not_named_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_is_not_named_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "racks"
     path.write_text("a: node[0-2]")
     assert read_domains(str(path), ["node1"]) == {"node1": "a"}
@@ -82,9 +65,6 @@ def test_a_node_that_is_not_named_is_refused(
         read_domains(str(path), ["node1", "node3"])
     with pytest.raises(ConfigError, match="cannot be read"):
         read_domains(str(tmp_path / "none"), ["node1"])
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MissingEnvironmentError, match="scontrol"):
-        read_domains("slurm", ["node1"])
 
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=5)
@@ -164,13 +144,6 @@ def test_stripes_are_known_by_the_positions_of_their_nodes() -> None:
     positions = {"r0": 0, "r1": 0, "r2": 1, "r3": 1}
     members = [("r0", "r2"), ("r1", "r3"), ("r1", "gone")]
     assert stripes_by_position(members, positions) == [frozenset({0}), frozenset({0, 1})]
-
-
-def test_domains_are_shown_in_a_line() -> None:
-    nodes, names = nodes_of([2, 2, 1])
-    text = describe_domains(nodes[:4], nodes, names, Scheme.parse("rs:2+2"))
-    assert "2 failure domains train (d0: n0-0, n0-1; d1: n1-0, n1-1), spares n2-0 (d2)" in text
-    assert text.endswith("stripes of 4 nodes, at most 2 of one domain in each")
 
 
 def test_run_refuses_stripes_in_one_rack(

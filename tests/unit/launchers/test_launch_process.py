@@ -183,7 +183,7 @@ def test_attach_refuses_another_start_time_and_the_dead(
     tmp_path: Path, started: list[LocalProcess]
 ) -> None:
     process = spawn(started, tmp_path, SLEEP)
-    with pytest.raises(ProcessGoneError, match="another process"):
+    with pytest.raises(ProcessGoneError, match="has ended"):
         LocalProcess.attach("n0", process.pid, process.start_time - 1)
     process.kill()
     process.join(TIMEOUT)
@@ -226,18 +226,19 @@ def test_stat_of_a_process_with_a_nasty_name(tmp_path: Path, started: list[Local
 
 
 @pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("kind", [LocalProcess, StepProcess])
+@pytest.mark.parametrize("of_slurm", [False, True])
 def test_a_signal_reaches_no_stranger_when_another_thread_reaps(
     tmp_path: Path,
     started: list[LocalProcess],
     monkeypatch: pytest.MonkeyPatch,
-    kind: type[LocalProcess],
+    of_slurm: bool,
     waits: bool,
 ) -> None:
     """The descriptor that is signalled through is closed by who reaps, and given out anew."""
     stranger = spawn(started, tmp_path, SLEEP)
-    process = kind.spawn("n0", SLEEP, os.environ, tmp_path / "logs" / "log")
-    started.append(process)
+    process = spawn(started, tmp_path, SLEEP)
+    if of_slurm:
+        process = StepProcess(Allocation("7", ["n0"], {}), "n0", process.pid)
     strangers, own = os.pidfd_open(stranger.pid), os.pidfd_open(process.pid)
     reaper = threading.Thread(target=process.join, args=(TIMEOUT,))
     real, ended, waiting = signal.pidfd_send_signal, procfs.ended, threading.Event()

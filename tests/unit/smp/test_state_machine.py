@@ -199,7 +199,7 @@ def test_a_part_that_was_not_encoded_is_no_order_that_comes_again() -> None:
     """One of two ranks went back, as its encoder had died: both get their parity."""
     node = machine("dp0", "dp3")
     places = {"dp0": "n0", "dp3": "n0", "dp2": "n2"}
-    stripe = StripeState("xor", 2, 1, 128, tuple(places), 64, 1)
+    stripe = StripeState("xor", 2, 1, 128, tuple(places), 64)
     order = m.Encode(INCARNATION, ONE, WORLD, stripe_orders([stripe], places, ["n0", "n2"]))
     ok(node, GRANT, SEALED, m.Sealed(record_of(ONE, "dp3", 10)))
     node.shards["dp0"].begin_encode(ONE)

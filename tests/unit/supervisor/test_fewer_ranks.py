@@ -185,7 +185,7 @@ def test_a_program_that_says_nothing_is_refused_only_where_it_must_say() -> None
 def test_what_it_needs_of_other_settings_is_said() -> None:
     with pytest.raises(ConfigError, match=r"shrink.*give drain_dir, drain_interval and drain_ex"):
         SnapshotConfig(on_no_spare="shrink", drain_dir=Path("d"), drain_interval=1)
-    with pytest.raises(ConfigError, match="--nnodes 2: with --on-no-spare shrink"):
+    with pytest.raises(ConfigError, match="--nnodes 2: drop the flag"):
         check_torchrun(["torchrun", "--nnodes", "2", "train.py"], 2, 1, fewer=True)
     with pytest.raises(ConfigError, match="--checkpoint-dir is /own"):
         spec_of(Path("root"), checkpoint_dir=Path("/own"))

@@ -80,7 +80,7 @@ def test_it_is_made_once_for_all_nodes_of_a_round() -> None:
 PLACES = {"dp0": "n0", "dp1": "n1"}
 OLD, NEW = SnapshotId(1, 1), SnapshotId(1, 2)
 STRIPES = stripe_orders(
-    [StripeState("replica", 1, 1, 128, tuple(PLACES), 64, 1)], PLACES, sorted(PLACES.values())
+    [StripeState("replica", 1, 1, 128, tuple(PLACES), 64)], PLACES, sorted(PLACES.values())
 )
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.core.errors import RestartBudgetError
-from megatron_ft.supervisor.failures import OTHER_STARTS, Failure, RestartBudget
+from megatron_ft.supervisor.failures import Failure, RestartBudget
 
 CAUSES, NODES = ("exit 1", "signal 9", "no world", "hang"), ("", "n0", "n1", "n2")
 FAILURES = st.builds(
@@ -50,8 +50,6 @@ def test_no_sequence_without_progress_leads_to_more_starts_than_stated(data: st.
         failure = replace(data.draw(FAILURES), text=f"world w{count}", cause=f"{count}")
         if data.draw(st.booleans()):
             failure = data.draw(FAILURES)
-        if data.draw(st.booleans()):
-            budget = budget.from_other_start()
         try:
             budget = budget.after(failure, -1)
         except RestartBudgetError:
@@ -118,15 +116,6 @@ def test_a_rollback_is_no_progress(events: list[tuple[Failure, int]]) -> None:
     for count, (failure, committed) in enumerate(events, start=1):
         budget = budget.after(failure, committed)
         assert budget.restarts_without_progress == count
-
-
-def test_another_start_is_given_new_failures_a_few_times() -> None:
-    budget = RestartBudget()
-    for _ in range(OTHER_STARTS):
-        budget = budget.after(own(0), -1).after(own(1), -1).from_other_start()
-        assert not budget.failures
-    budget = budget.after(own(0), -1).after(own(1), -1)
-    assert budget.from_other_start() == budget
 
 
 def test_what_the_framework_saves_is_progress_and_what_lay_there_before_is_none() -> None:

@@ -15,7 +15,7 @@ from megatron_ft.supervisor.recovery import RebuildError, RestorePlan
 from megatron_ft.supervisor.recovery import rebuild as rebuild_lost
 
 INCARNATION, WORLD, SNAPSHOT = 4, "w4", SnapshotId(3, 7)
-STRIPE = StripeState("xor", 1, 1, 1 << 20, ("dp0", "dp1"), 4096, 1)
+STRIPE = StripeState("xor", 1, 1, 1 << 20, ("dp0", "dp1"), 4096)
 PLAN = RestorePlan(
     decision=Decision(SNAPSHOT, 30, True, (STRIPE,), {STRIPE: ("dp1",)}),
     places={"dp0": "n0", "dp1": "n1"},

@@ -16,24 +16,9 @@ from megatron_ft.supervisor.encoder_world import (
     FIRST_DELAY_SECONDS,
     LONGEST_DELAY_SECONDS,
     WorldKeeper,
-    why_ended,
 )
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.orders import Timing
-
-BUS_ERROR = """[vm:15153] *** Process received signal ***
-[vm:15153] Signal: Bus error (7)
-[vm:15153] *** End of error message ***
-"""
-KILLED = """--------------------------------------------------------------------------
-prterun noticed that process rank 1 with PID 15182 on node vm exited on
-signal 9 (Killed).
-"""
-REFUSED = """Traceback (most recent call last):
-  File "x.py", line 1, in serve
-megatron_ft.core.errors.ControlPlaneError: process 7 is gone
-prterun has exited due to process rank 1 with PID 0 on node vm calling "abort".
-"""
 
 
 class Worlds:
@@ -138,20 +123,3 @@ def test_a_cause_is_told_once_until_a_world_is_up_again(monkeypatch: pytest.Monk
         f"{ended} the SMP of n0 refused its encoder: {full} 0; {new}",
         f"{ended} exit status 1; {new}",
     ]
-
-
-@pytest.mark.parametrize(
-    ("said", "status", "cause"),
-    [
-        (BUS_ERROR + KILLED, 135, "Signal: Bus error"),
-        ("x\nThere is not enough space for /x/f\n", 1, "There is not enough space for /x/f"),
-        ("OSError: [Errno 28] No space left on device: '/x/f'", 1, "No space left on device: '/x/"),
-        (REFUSED, 1, "ControlPlaneError: process 7 is gone"),
-        (KILLED, 137, "signal 9 (Killed)"),
-        ("the SMP closed the connection: this encoder leaves", 3, "the SMP closed the connection"),
-        ("", -9, "signal 9"),
-        ("", 3, "exit status 3"),
-    ],
-)
-def test_the_cause_is_read_from_what_the_world_said(said: str, status: int, cause: str) -> None:
-    assert cause in why_ended(said, status)
