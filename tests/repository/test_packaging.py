@@ -156,7 +156,7 @@ def test_wheel_states_what_it_should(our_wheel: Path) -> None:
     plain = {_name(r) for r in package.requires or [] if "extra ==" not in r}
     assert plain == CORE_DEPENDENCIES
     extras = set(package.metadata.get_all("Provides-Extra") or [])
-    assert extras >= {"megatron", "deepspeed", "mpi", "demo", "dev"}
+    assert extras >= {"megatron", "deepspeed", "mpi", "dev"}
     assert package.metadata["Requires-Python"] == ">=3.10"
     scripts = {e.name: e.value for e in package.entry_points if e.group == "console_scripts"}
     assert scripts == {"megatron-ft": "megatron_ft.cli.main:main"}
