@@ -139,6 +139,7 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
         assert main(["rewind", *words, "--before-iteration", str(max(held))]) == 0
         told.append(capsys.readouterr().out)
         rewound.extend(held)
+        wait_for(job, "rewind")
         pause(job, False)
 
     try:
@@ -150,7 +151,7 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
     first, second = job.restores()
     assert first[1] == second[1] == "own memory", job.story()
     assert second[0] == sorted(rewound)[-2] and "rewind" in job.kinds(), job.story()
-    assert f"resumes from iteration {second[0]}\n" in told[0]
+    assert told == [f"job {job.name} starts again from before iteration {max(rewound)}\n"]
     assert "backoff" not in job.kinds(), "what was asked for is no failure"
     counts = view["nodes"]["n1"]["scrub"]
     assert counts["bad_blocks"] == 2 and counts["repaired_blocks"] == 2, counts
