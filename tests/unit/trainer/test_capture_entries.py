@@ -500,7 +500,7 @@ def by_hand(state: State) -> Answer:
     try:
         found = Enumeration()
         for name, value in state.items():
-            enumerate_entry(found, name, value, None)
+            enumerate_entry(found, name, value)
 
         def stored(part: Any) -> Part | None:
             name = found.name_of.get(id(part))
