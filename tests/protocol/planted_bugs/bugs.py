@@ -137,8 +137,8 @@ BUGS = (
         "a slot behind its shard is filled with blanks instead of zeros",
         (
             Edit(
-                "data[record.used_bytes : dirty_bytes] = 0\n",
-                "data[record.used_bytes : dirty_bytes] = 32\n",
+                "data.size if dirty_bytes is None else dirty_bytes] = 0\n",
+                "data.size if dirty_bytes is None else dirty_bytes] = 32\n",
             ),
         ),
         "every loss of odd lengths",
@@ -176,8 +176,8 @@ BUGS = (
         "blocks are not compared with their digests at restore",
         (
             Edit(
-                "        return [number for number in range(first, stop)"
-                " if digest_of(number) != table[number]]\n",
+                "        return wrong_blocks(piece, first, self._table[first:stop], "
+                "self._block_bytes)\n",
                 "        return []\n",
             ),
         ),
