@@ -80,8 +80,6 @@ class InMemory:
 
     def __init__(self, folder: Path) -> None:
         self._manager = SnapshotManager(SnapshotConfig.from_env())
-        # As the README does: the state is made meanwhile.
-        self._manager.expect_load()
         self._loaded = False
         self._ticket: Ticket | None = None
 

@@ -50,9 +50,7 @@ def into_warm_memory(
 ) -> Iterator[Row]:
     """Into tensors that were used before: of models, which scripts fill with first values.
 
-    As in a restarted trainer: the arena is mapped anew, so its pages are faulted in; or that and
-    all that depends on the arena alone was done while the model was built, as under Megatron,
-    which the second row leaves out of the time.
+    As in a restarted trainer: the arena is mapped anew, so its pages are faulted in.
     """
     live = live_tensors(captures.state)
     bound = limit if device == "cpu" else None
@@ -60,9 +58,6 @@ def into_warm_memory(
     threads = f"{spare_threads()} threads"
     note = f"verified as it is copied; arena mapped anew, tensors warm, {threads}"
     yield Row(f"restore, {words}", samples, "x copy", bound, note=note)
-    samples = ratios(rounds, copy, lambda: _restored(captures, live, expected=True))
-    note = f"as above, arena mapped and its layout read while the model is built, {threads}"
-    yield Row(f"restore that was expected, {words}", samples, "x copy", bound, note=note)
 
 
 def into_new_memory(mib: int, rounds: int, words: str, captures: Capturing) -> Row:
@@ -89,21 +84,14 @@ def new_tensors(sizes: list[int]) -> list[torch.Tensor]:
     return [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
-def _restored(captures: Capturing, state: dict[str, torch.Tensor], expected: bool = False) -> float:
-    """Seconds of one restore from the slot that was captured last.
-
-    ``expected``: without what ``expect_load()`` does of it, in a thread, while a model is built.
-    """
+def _restored(captures: Capturing, state: dict[str, torch.Tensor]) -> float:
+    """Seconds of one restore from the slot that was captured last."""
     record = captures.record
     assert record is not None
     adapted = MappingState(state)
     started = time.perf_counter()
     arena = Arena.open(captures.engine.arena.path)
     shard = SealedShard(arena, 0, record, lambda blocks: None)
-    if expected:
-        shard.prepare()
-        shard.map_pages()
-        started = time.perf_counter()
     restore_shard(shard, adapted)
     del shard
     closing = arena.close_beside()

@@ -103,7 +103,6 @@ def main() -> None:
     if "MEGATRON_FT_JOB" in os.environ:
         replicated = {"model": dist.group.WORLD, "optimizer": dist.group.WORLD}
         snapshots = SnapshotManager(SnapshotConfig.from_env(), replicated=replicated)
-        snapshots.expect_load()
     state = build(options.width, device)
     if snapshots is not None:
         first = snapshots.load(into=state)

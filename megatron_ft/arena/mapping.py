@@ -138,21 +138,6 @@ def allocate(descriptor: int, length: int) -> bool:
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
-def populate_read(view: NDArray[np.uint8]) -> bool:
-    """Map the pages under a view now, so that the next reader takes no faults.
-
-    The GIL is not held meanwhile.  False where the kernel cannot: nothing is lost by it.
-    """
-    start, end = view.ctypes.data, view.ctypes.data + view.nbytes
-    first = start - start % mmap.PAGESIZE
-    try:
-        if end > start:
-            madvise(first, end - first, MADV_POPULATE_READ)
-    except OSError:
-        return False
-    return True
-
-
 class Mapping:
     """One shared mapping of ``length`` bytes at ``offset`` of an open file.
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from megatron_ft.arena.format import SlotState
+from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId, on_lineage
-from megatron_ft.rpc.messages import ArenaReport, Inventory, SlotReport
+from megatron_ft.rpc.messages import ArenaReport, Inventory
 
 FAILURE_LIMIT = 2
 MOST_REJECTED = 64
@@ -134,7 +134,7 @@ class Holding:
     node: str
     arena: ArenaReport
 
-    def slot(self, snapshot: SnapshotId) -> SlotReport | None:
+    def slot(self, snapshot: SnapshotId) -> SlotHeader | None:
         """The slot with complete data of ``snapshot``, if there is one."""
         found = (s for s in self.arena.slots if s.snapshot == snapshot and usable(s))
         return next(found, None)
@@ -272,7 +272,7 @@ def _lacking(
     return tuple(lacking)
 
 
-def _vouched_for(record: SealedRecord, peers: Iterable[SlotReport | None]) -> bool:
+def _vouched_for(record: SealedRecord, peers: Iterable[SlotHeader | None]) -> bool:
     """True if no peer knows the shard's sealed bytes by another digest root."""
     known = (
         other.digest_root
@@ -327,7 +327,7 @@ def _serve(
     return Decision(snapshot, iterations.pop(), protected, stripes, holdings, lost)
 
 
-def usable(slot: SlotReport) -> bool:
+def usable(slot: SlotHeader) -> bool:
     """True if a reported slot holds complete, digested data."""
     if slot.state == SlotState.ENCODING and slot.local_only:
         return slot.record is not None  # committed without parity, and given some just now

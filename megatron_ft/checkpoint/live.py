@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.arena.arena import Arena
-from megatron_ft.arena.format import SlotState
+from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.checkpoint.decide import Holding, candidates, owners
 from megatron_ft.checkpoint.source import (
     OpenSnapshot,
@@ -26,7 +26,7 @@ from megatron_ft.checkpoint.source import (
 from megatron_ft.core.errors import ArenaError, ConfigError, SnapshotUnavailableError
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.rpc.local_query import pinned
-from megatron_ft.rpc.messages import Inventory, SlotReport
+from megatron_ft.rpc.messages import Inventory
 from megatron_ft.smp.state_machine import NodeMachine
 from megatron_ft.smp.store import SUFFIX, ArenaStore
 
@@ -129,7 +129,8 @@ class _Held:
             raise SnapshotUnavailableError(
                 f"shard {shard_id} of snapshot {snapshot} is {where}: {hint}"
             )
-        return cls(memory.arenas[holding.node, shard_id], report.slot, report.record)
+        number = holding.arena.slots.index(report)
+        return cls(memory.arenas[holding.node, shard_id], number, report.record)
 
     def verified(self) -> ShardBytes:
         header = self.arena.header
@@ -243,7 +244,7 @@ def complete_snapshots(
     return infos, tuple(problems if infos else problems + undecided)
 
 
-def _decided(slots: Sequence[SlotReport]) -> bool:
+def _decided(slots: Sequence[SlotHeader]) -> bool:
     """Rule 6: one COMMITTED slot, or PROTECTED everywhere, can only become COMMITTED everywhere."""
     states = {SlotState(slot.state) for slot in slots}
     # Committed without parity, and given some just now.

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.cli.common import say
-from megatron_ft.core.environment import check_names, check_sockets
+from megatron_ft.core.environment import check_names
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.identity import HOLD, STOP
 from megatron_ft.launchers.agents.agent import AgentFront
@@ -170,7 +170,7 @@ def _slurm(arguments: argparse.Namespace, root: Path, state_folder: Path, hold: 
         )
     flags = shlex.split(arguments.srun_flags)
     notes = state_folder.with_name(f"{state_folder.name}.nodes")
-    check_sockets(root, arguments.job, allocation.names)
+    check_names(root, arguments.job, allocation.names)
     make_notes_folder(notes)
     launcher = SlurmLauncher(arguments.job, allocation, root, notes, flags)
     hint = "snapshots stay in memory until this Slurm job ends or runs the same command again"

@@ -117,8 +117,8 @@ def _scrub_line(job: dict[str, Any]) -> str:
     damaged = job["summary"].get("blocks", {}).get("damaged_shards", 0)
     return (
         f"scrub: {least} passes, {total['bytes_read'] / 2**30:.2f} GiB read, "
-        f"{total['bad_blocks']} bad blocks found, {total['repaired_blocks']} repaired, "
-        f"{total['records']} headers rewritten; {damaged} shards count as lost"
+        f"{total['bad_blocks']} bad blocks found, {total['repaired_blocks']} repaired; "
+        f"{damaged} shards count as lost"
     )
 
 

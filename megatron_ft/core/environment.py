@@ -89,11 +89,6 @@ def check_names(root: Path, job: str, nodes: Sequence[str]) -> None:
             )
     if len(set(nodes)) != len(nodes):
         raise ConfigError(f"node names repeat: {list(nodes)}")
-    check_sockets(root, job, nodes)
-
-
-def check_sockets(root: Path, job: str, nodes: Sequence[str]) -> None:
-    """ConfigError for names that make socket paths too long."""
     for name in nodes:
         socket = root / job / name / SOCKET_NAME
         if len(os.fsencode(socket)) > _SOCKET_PATH_LIMIT:

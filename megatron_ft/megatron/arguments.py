@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ft.config import (
@@ -56,73 +56,50 @@ def config_from_args(args: Any) -> SnapshotConfig:
     return resolve(flag_source(args), environment_source())
 
 
-_WEIGHT_SHARDS = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
-"""Megatron's values of its flags for the number of shards of each weight; 1 for none."""
+_QUANTIZED = "quantized weights do not follow bit by bit from their fp32 masters"
+_FSDP = "its buffers are laid out differently"
+_SHARDS = "which ranks then hold the same weights is not known here"
 
+UNSUPPORTED = {
+    "optimizer": "only the state of adam and sgd is known",
+    "optimizer_cuda_graph": "a replayed step passes no hook: nothing would wait for a capture",
+    "qk_clip": "it changes weights after the step without changing their fp32 masters",
+    "fp8_param_gather": _QUANTIZED,
+    "fp4_param_gather": _QUANTIZED,
+    "optimizer_cpu_offload": "parts of the optimizer step outside the fence",
+    "use_megatron_fsdp": _FSDP,
+    "use_torch_fsdp2": _FSDP,
+    "gtp_weight_remat_size": _SHARDS,
+    "expert_gtp_weight_remat_size": _SHARDS,
+    "use_layer_wise_distributed_optimizer": "its shards are not known",
+    "perform_rl_step": "rollouts are state that is not captured",
+    "skip_train": "there is nothing to take a snapshot of",
+    "moe_use_upcycling": "upcycle first, then start a run with snapshots from the result",
+    "inprocess_restart": "the supervisor restarts processes; use one of the two",
+}
+"""Why snapshots cannot go with a flag of Megatron's, by the name of its value."""
 
-def _is_set(name: str) -> Callable[[Any], bool]:
-    return lambda args: bool(getattr(args, name, False))
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "optimizer": (None, "adam", "sgd"),
+    "gtp_weight_remat_size": (None, 1),
+    "expert_gtp_weight_remat_size": (None, 1),
+}
+"""Values that are supported; of all others None, False and 0 are."""
 
-
-_CONFLICTS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "--optimizer other than adam and sgd",
-        lambda args: getattr(args, "optimizer", "adam") not in ("adam", "sgd"),
-        "only the state of Adam and SGD is known",
-    ),
-    (
-        "--optimizer-cuda-graph",
-        _is_set("optimizer_cuda_graph"),
-        "a replayed step passes no hook, so nothing would wait for a running capture",
-    ),
-    (
-        "--qk-clip",
-        _is_set("qk_clip"),
-        "it changes weights after the step without changing their fp32 masters",
-    ),
-    (
-        "--fp8-param-gather or --fp4-param-gather",
-        lambda args: _is_set("fp8_param_gather")(args) or _is_set("fp4_param_gather")(args),
-        "quantized weights do not follow bit by bit from their fp32 masters",
-    ),
-    (
-        "--optimizer-cpu-offload",
-        _is_set("optimizer_cpu_offload"),
-        "parts of the optimizer step outside the fence",
-    ),
-    (
-        "--use-megatron-fsdp or --use-torch-fsdp2",
-        lambda args: _is_set("use_megatron_fsdp")(args) or _is_set("use_torch_fsdp2")(args),
-        "their buffers are laid out differently",
-    ),
-    (
-        "--tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards",
-        lambda args: any(getattr(args, name, None) not in (None, 1) for name in _WEIGHT_SHARDS),
-        "which ranks then hold the same weights is not known here",
-    ),
-    (
-        "--use-layer-wise-distributed-optimizer",
-        _is_set("use_layer_wise_distributed_optimizer"),
-        "its shards are not known",
-    ),
-    ("--perform-rl-step", _is_set("perform_rl_step"), "rollouts are state that is not captured"),
-    ("--skip-train", _is_set("skip_train"), "there is nothing to take a snapshot of"),
-    (
-        "--moe-use-upcycling",
-        _is_set("moe_use_upcycling"),
-        "upcycle first, then start a run with snapshots from the result",
-    ),
-    (
-        "--inprocess-restart",
-        _is_set("inprocess_restart"),
-        "the supervisor restarts processes; use one of the two",
-    ),
-)
+_FLAGS = {
+    "gtp_weight_remat_size": "tensor_parallel_num_weight_shards",
+    "expert_gtp_weight_remat_size": "expert_tensor_parallel_num_weight_shards",
+}
+"""Flags that are not called like their values."""
 
 
 def conflicts(args: Any) -> list[str]:
     """Every reason why snapshots cannot go with these arguments, one line each."""
-    return [f"{name}: {reason}" for name, clashes, reason in _CONFLICTS if clashes(args)]
+    return [
+        f"--{_FLAGS.get(name, name).replace('_', '-')}: {reason}"
+        for name, reason in UNSUPPORTED.items()
+        if getattr(args, name, None) not in _HARMLESS.get(name, (None, False))
+    ]
 
 
 def contradictions(args: Any, environment: Mapping[str, str] | None = None) -> list[str]:

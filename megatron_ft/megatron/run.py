@@ -1,7 +1,4 @@
-"""Snapshots over one training run of a rank: from Megatron's set-up to the end of its loop.
-
-Outcomes appear in Megatron's own logs: TensorBoard, W&B, and one line of text an interval.
-"""
+"""Snapshots over one training run of a rank: from Megatron's set-up to the end of its loop."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from datetime import datetime
 from typing import Any
 
 from megatron_ft.checkpoint import native as start
@@ -20,7 +16,6 @@ from megatron_ft.megatron.optimizer import optimizer_parts
 from megatron_ft.megatron.state import MegatronState
 from megatron_ft.trainer.manager import SnapshotManager
 from megatron_ft.trainer.start_choice import WISH, RankView, agree, supervisor_chose_disk
-from megatron_ft.trainer.stats import TAG, CaptureStats, Figure, figures
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +84,6 @@ class SnapshotRun:
         self._manager, self._shrinks = manager, shrinks
         self._state: MegatronState | None = None
         self._from_memory = False
-        self._log = SnapshotLog(args, manager.stats)
 
     def starts_from_memory(self) -> bool:
         """Decide with all other ranks whether to load the snapshot that was offered.
@@ -107,8 +101,6 @@ class SnapshotRun:
             source = "memory" if decision.from_memory else "disk"
             _print_rank_0(f" starting from {source}: {decision.reason}")
         self._from_memory = decision is not None and decision.from_memory
-        if self._from_memory:
-            self._manager.expect_load()
         return self._from_memory
 
     def attach(self, model: Any, optimizer: Any, scheduler: Any) -> None:
@@ -166,7 +158,6 @@ class SnapshotRun:
         assert self._state is not None, "attach comes first"
         self._state.at(iteration, operations, data_iterator)
         self._manager.save(iteration, self._state)
-        self._log.end_iteration(iteration)
 
     def pause(self) -> AbstractContextManager[None]:
         """Suspends the hang watch around an evaluation or a checkpoint."""
@@ -199,64 +190,3 @@ def _print_rank_0(message: str) -> None:
     from megatron.training.utils import print_rank_0
 
     print_rank_0(message)
-
-
-def text_line(iteration: int, last_iteration: int, shown: list[Figure], now: datetime) -> str:
-    """The line of text, in the form of Megatron's."""
-    line = f" [{now:%Y-%m-%d %H:%M:%S.%f}] in-memory snapshots at iteration"
-    line += f" {iteration:8d}/{last_iteration:8d} |"
-    return line + "".join(f" {f.words}: {f.value:{f.form}} |" for f in shown)
-
-
-class SnapshotLog:
-    """Logs one rank's counters where and as often as Megatron logs its own.
-
-    Everything comes from this rank's counters, which outcomes reach through the SMP: no
-    collective, no request, no wait.  As Megatron's own figures, they are written by the last
-    rank; a snapshot is taken by all ranks or by none, but stall and bytes are that rank's.
-
-    Text every ``--log-interval`` iterations, on the last rank, if anything has changed;
-    scalars every ``--tensorboard-log-interval`` iterations to the writers that are on.
-    The first error ends the logging of snapshots with a warning, never training.
-    """
-
-    def __init__(self, args: Any, stats: CaptureStats) -> None:
-        self._stats = stats
-        self._is_last_rank = args.rank == args.world_size - 1
-        self._iterations = getattr(args, "train_iters", None) or 0
-        self._text_interval = getattr(args, "log_interval", 100)
-        self._scalar_interval = getattr(args, "tensorboard_log_interval", 1)
-        self._shown: list[Figure] = []
-
-    def end_iteration(self, iteration: int) -> None:
-        """Log what is due after ``iteration``."""
-        if not self._is_last_rank:
-            return
-        try:
-            self._log(iteration)
-        except Exception:
-            self._is_last_rank = False
-            log.warning("snapshots are no longer logged; training continues", exc_info=True)
-
-    def _log(self, iteration: int) -> None:
-        text_is_due = iteration % self._text_interval == 0
-        scalars_are_due = iteration % self._scalar_interval == 0
-        if not (text_is_due or scalars_are_due):
-            return
-        current = figures(self._stats)
-        if scalars_are_due:
-            _write({TAG + figure.name: figure.value for figure in current}, iteration)
-        if text_is_due and current != self._shown:
-            self._shown = current
-            print(text_line(iteration, self._iterations, current, datetime.now()), flush=True)
-
-
-def _write(scalars: Mapping[str, float], iteration: int) -> None:
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
-    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
-    if tensorboard is not None:
-        for name, value in scalars.items():
-            tensorboard.add_scalar(name, value, iteration)
-    if wandb is not None:
-        wandb.log(dict(scalars), iteration)

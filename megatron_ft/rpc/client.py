@@ -48,10 +48,9 @@ class RestoreOffer:
 class TrainerClient:
     """Connection of one trainer rank to its SMP.
 
-    Call ``hello`` once, ``prepare`` once the layout is known, then report each capture's
-    end with ``sealed``, ``missed`` or ``abandoned``.  These may come from the training thread and
-    the copy thread at once, and wait for no answer.  ``on_outcome`` is called from the client's
-    thread with "protected", "committed" or "aborted".
+    Call ``hello`` once, ``prepare`` once the layout is known, then ``send`` Sealed, Missed or
+    Abandoned at each capture's end.  ``on_outcome`` is called from the client's thread with
+    "protected", "committed" or "aborted".
     """
 
     def __init__(self, environment: ProcessEnvironment, rank: int, local_rank: int = 0) -> None:
@@ -108,23 +107,6 @@ class TrainerClient:
         assert isinstance(answer, m.Prepared)
         return Path(answer.arena)
 
-    def begins(self, snapshot: SnapshotId, iteration: int, slot: int) -> None:
-        """Ask for the promised slot; its header shows when it is this snapshot's."""
-        self._send(m.Begins(self.shard_id, snapshot, iteration, slot))
-
-    def sealed(self, snapshot: SnapshotId, record: SealedRecord) -> None:
-        """Report that all of ``snapshot`` is in its slot, digests included."""
-        assert record.snapshot == snapshot
-        self._send(m.Sealed(record))
-
-    def missed(self, snapshot: SnapshotId) -> None:
-        """Report that the permitted iteration passed without a capture."""
-        self._send(m.Missed(self.shard_id, snapshot))
-
-    def abandoned(self, snapshot: SnapshotId, reason: str) -> None:
-        """Report that the capture ended without a result: nothing writes to the slot any more."""
-        self._send(m.Abandoned(self.shard_id, snapshot, reason))
-
     def restored(self, snapshot: SnapshotId, seconds: float, source: str) -> None:
         """Report that the shard was loaded and verified; returns once the SMP confirms it.
 
@@ -132,7 +114,7 @@ class TrainerClient:
         under way would be lost with it, and the failure not held against the snapshot.
         """
         self._noted.clear()
-        self._send(m.Restored(self.shard_id, snapshot, seconds, source))
+        self.send(m.Restored(self.shard_id, snapshot, seconds, source))
         if not self._noted.wait(NOTED_TIMEOUT_SECONDS):
             log.warning(
                 "the SMP of node %s has not confirmed in %.0f s that %s was restored; training "
@@ -142,40 +124,6 @@ class TrainerClient:
                 self.shard_id,
             )
 
-    def declined(self, snapshot: SnapshotId, reason: str, iteration: int) -> None:
-        """Report that all ranks start from a checkpoint of ``iteration`` instead, -1: scratch."""
-        self._send(m.Declined(self.shard_id, snapshot, reason, iteration))
-
-    def corrupt(self, snapshot: SnapshotId, blocks: int) -> None:
-        """Report that the shard's bytes fail their digests: it counts as lost from now on."""
-        self._send(m.CorruptShard(self.shard_id, snapshot, blocks))
-
-    def unfit(self, error: Exception) -> None:
-        """Report that the shard cannot take the job's snapshot; the job stops with this reason."""
-        self._send(m.Unfit(self.shard_id, type(error).__name__, str(error)))
-
-    def cost(
-        self,
-        snapshot: SnapshotId,
-        stall_seconds: float,
-        copy_seconds: float,
-        copied_bytes: int,
-        iteration_seconds: float,
-        shadow_seconds: float,
-    ) -> None:
-        """Report the cost of a capture; the fields are those of CaptureCost."""
-        self._send(
-            m.CaptureCost(
-                self.shard_id,
-                snapshot,
-                stall_seconds,
-                copy_seconds,
-                copied_bytes,
-                iteration_seconds,
-                shadow_seconds,
-            )
-        )
-
     def close(self) -> None:
         """Flush what is queued and end the thread."""
         self._outbox.put(None)
@@ -183,7 +131,7 @@ class TrainerClient:
         self._thread.join(timeout=10.0)
 
     def _ask(self, request: m.Message, wanted: type[m.Message], timeout: float) -> m.Message:
-        self._send(request)
+        self.send(request)
         try:
             answer = self._answers.get(timeout=timeout)
         except queue.Empty:
@@ -198,7 +146,8 @@ class TrainerClient:
             raise ControlPlaneError(f"the SMP answered {type(answer).__name__} to {request!r}")
         return answer
 
-    def _send(self, message: m.Message) -> None:
+    def send(self, message: m.Message) -> None:
+        """Hand a message over, from any thread; it waits for no answer."""
         self._outbox.put(message)
         os.write(self._wake_write, b"x")
 

@@ -12,9 +12,11 @@ import mmap
 import os
 import signal
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
+from operator import attrgetter
 from pathlib import Path
+
+import msgspec
 
 from megatron_ft.core import private_files
 
@@ -37,8 +39,7 @@ class TrainerPhase(IntEnum):
     ENDED = 3
 
 
-@dataclass(slots=True)
-class Pulse:
+class Pulse(msgspec.Struct, array_like=True):
     """Content of the page; times are of the node's monotonic clock, in seconds.
 
     ``marks`` counts the places that it has passed (the last gradient, the optimizer's step,
@@ -65,6 +66,21 @@ class Pulse:
     marked: float = 0.0
     started: float = 0.0
     beat: float = 0.0
+
+
+class PulseReport(Pulse):
+    """One trainer's heartbeats as its node sees them; what is added is in seconds.
+
+    ``idle`` is how long it has passed no mark, ``quiet`` how long its watching thread has not
+    run, ``state`` the kernel's letter for its process (proc(5)).
+    """
+
+    idle: float = 0.0
+    quiet: float = 0.0
+    state: str = ""
+
+
+_STORED = attrgetter(*(name for name in Pulse.__struct_fields__ if name != "beat"))
 
 
 def pulse_path(folder: Path, pid: int) -> Path:
@@ -95,26 +111,7 @@ class PulseFile:
     def store(self, pulse: Pulse) -> None:
         """Replace everything but the beat."""
         self._sequence += 1
-        p = pulse
-        _FIELDS.pack_into(
-            self._map,
-            0,
-            self._sequence,
-            p.dumps,
-            p.rank,
-            p.phase,
-            p.iteration,
-            p.marks,
-            p.done,
-            p.typical,
-            p.longest,
-            p.window,
-            p.own,
-            p.spread,
-            p.marked,
-            p.started,
-            self._sequence,
-        )
+        _FIELDS.pack_into(self._map, 0, self._sequence, *_STORED(pulse), self._sequence)
 
     def beat(self, now: float) -> None:
         """Record that this process runs, and that its interpreter lets threads run."""

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from megatron_ft.core.identity import Ancestor, Count, Iteration, SealedRecord, ShardId, SnapshotId
+from megatron_ft.arena.format import SlotHeader
+from megatron_ft.core.identity import Ancestor, Count, Iteration, ShardId, SnapshotId
 from megatron_ft.rpc import node_messages as node
-from megatron_ft.rpc.node_messages import Message, PulseReport, Seconds, StripeOrder
+from megatron_ft.rpc.heartbeat_page import PulseReport
+from megatron_ft.rpc.node_messages import Message, Seconds, StripeOrder
 
 
 class Grant(Message, frozen=True):
@@ -89,19 +91,6 @@ class Admit(Message, frozen=True):
     seconds: Seconds
 
 
-class SlotReport(msgspec.Struct, frozen=True):
-    """One slot, from its header."""
-
-    slot: int
-    state: int
-    snapshot: SnapshotId | None
-    iteration: int
-    local_only: bool
-    record: SealedRecord | None
-    parity_valid: bool
-    stripe_table: tuple[SealedRecord, ...]
-
-
 class ArenaReport(msgspec.Struct, frozen=True):
     """One arena, from its header."""
 
@@ -116,7 +105,7 @@ class ArenaReport(msgspec.Struct, frozen=True):
     data_bytes: int
     file_bytes: int
     block_bytes: int
-    slots: tuple[SlotReport, ...]
+    slots: tuple[SlotHeader, ...]
 
 
 class Inventory(Message, frozen=True):
@@ -228,17 +217,12 @@ class StatusRequest(Message, frozen=True):
 
 
 class ScrubCounts(msgspec.Struct, frozen=True):
-    """Counts of a node's scrub since its SMP started.
-
-    ``passes`` counts reads of everything that was committed; ``records`` are copies of
-    headers that were damaged and written anew.
-    """
+    """Counts of a node's scrub since its SMP started; a pass reads everything committed."""
 
     passes: int = 0
     bytes_read: int = 0
     bad_blocks: int = 0
     repaired_blocks: int = 0
-    records: int = 0
 
 
 class Status(Message, frozen=True):

@@ -366,29 +366,6 @@ class Unpin(Message, frozen=True):
     reader: Name
 
 
-class PulseReport(msgspec.Struct, frozen=True, array_like=True):
-    """One trainer's heartbeats as its node sees them; all times are durations in seconds.
-
-    ``idle`` is how long it has passed no mark, ``quiet`` how long its watching thread has not
-    run, ``state`` the kernel's letter for its process (proc(5)).  See rpc.heartbeat_page.Pulse for
-    the rest.
-    """
-
-    rank: int
-    phase: int
-    iteration: int
-    marks: int
-    done: int
-    idle: float
-    quiet: float
-    typical: float
-    longest: float
-    window: int
-    own: float
-    spread: float
-    state: str
-
-
 class StacksRequest(Message, frozen=True):
     """Have all trainers of the node write their stacks; those that are suspended are woken for it.
 

@@ -30,6 +30,9 @@ from megatron_ft.smp.service import SmpService
 
 log = logging.getLogger(__name__)
 
+READY_SPARE = ".ready"
+"""Space in the node's folder for the file by which the next SMP announces itself."""
+
 FOLDER_CHECK_SECONDS = 1.0
 
 
@@ -103,7 +106,7 @@ async def serve(
         at_end.callback(scrub.close)
         endpoint = keys.listen(control_socket.socket, address)
         write_pid(environment.node_dir)
-        private_files.rewrite_file(ready, msgspec.json.encode(Ready(os.getpid(), endpoint)))
+        _write_ready(environment.node_dir / READY_SPARE, ready, endpoint)
         loops = (local.serve(), control.serve(), service.watch_lease(), scrub.run())
         await _until(service.retired, *loops, _require_in_place(service, local, lock))
         if service.failure is not None:
@@ -130,6 +133,15 @@ async def _require_in_place(service: SmpService, local: LocalServer, lock: Binar
         await asyncio.sleep(FOLDER_CHECK_SECONDS)
     await service.kill_writers(service.writers.all())
     raise ControlPlaneError(f"{folder}, or its socket, was removed: this SMP ends")
+
+
+def _write_ready(reserved: Path, ready: Path, endpoint: str) -> None:
+    """Write into space that an earlier SMP of this node reserved: the tmpfs may be full by now."""
+    private_files.rewrite_file(reserved, msgspec.json.encode(Ready(os.getpid(), endpoint)))
+    try:
+        reserved.rename(ready)
+    except OSError:  # another file system
+        private_files.replace_file(ready, reserved.read_bytes())
 
 
 if __name__ == "__main__":

@@ -49,9 +49,7 @@ class ControlServer:
         kind = type(request)
         if kind not in ORDERS and kind not in _REQUESTS:
             raise ControlPlaneError(f"{kind.__name__} does not belong on the control plane")
-        highest = service.machine.highest_incarnation
-        if request.incarnation != highest:
-            raise StaleIncarnationError(f"node {service.machine.node} is at incarnation {highest}")
+        service.machine.check_incarnation(request)
         if kind in _REQUESTS:
             return await _REQUESTS[kind](self, request) or m.Ok()
         if isinstance(request, m.Grant):
@@ -80,7 +78,8 @@ class ControlServer:
             await service.send_local((identity,), answer)
 
     async def _restore_ready(self, request: m.RestoreReady) -> None:
-        self._service.set_restore(request)
+        self._service.restore = request
+        self._service.restore_known.set()
 
     async def _stacks(self, request: m.StacksRequest) -> m.Message:
         stacks = await self._service.heartbeats.stacks()
@@ -132,17 +131,17 @@ class ControlServer:
             await service.kill_writers(service.writers.all())
         if identity == service.events.coordinator:
             service.rewind = None  # a coordinator that comes after may not have received it
+        await service.carry_out()  # so that the machine knows no more than headers say
         service.store.examine(machine)
         service.events.coordinator = identity
         service.begin_lease(request.seconds)
-        service.set_restore(None)
+        service.restore_known.clear()
         service.preparing.clear()
         machine.admit(request.incarnation)
         service.events.begin_incarnation()
         for reader in list(service.readers.pids):
             service.readers.forget(reader)
         service.store.forget_progress()
-        service.heartbeats.sweep()
         reach("smp.admitted")
         return m.Inventory(
             node=machine.node,

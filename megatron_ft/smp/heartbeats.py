@@ -9,20 +9,21 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
+
+import msgspec
 
 from megatron_ft.core import private_files, procfs
 from megatron_ft.core.errors import UntrustedFileError
 from megatron_ft.rpc.heartbeat_page import (
     DUMP_SIGNAL,
     Pulse,
+    PulseReport,
     TrainerPhase,
     pulse_path,
     read_pulse,
     stacks_path,
 )
-from megatron_ft.rpc.node_messages import PulseReport
 from megatron_ft.smp.processes import WriterProcess, Writers
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,6 @@ MOST_STACK_BYTES = 64 << 10
 _SETTLED_SECONDS = 0.2
 _POLL_SECONDS = 0.05
 _PHASES = {phase.value: phase.name.lower() for phase in TrainerPhase}
-_COPIED = {f.name for f in fields(Pulse)} & set(PulseReport.__struct_fields__)
 STACK_SECONDS = 3.0
 """Longest wait for stacks: a process that sleeps in the kernel writes none."""
 
@@ -76,13 +76,6 @@ class NodeHeartbeats:
         for path in (pulse_path(self._folder, writer.pid), stacks_path(self._folder, writer.pid)):
             with suppress(OSError):
                 path.unlink()
-
-    def sweep(self) -> None:
-        """Remove the files of trainers whose end was not seen."""
-        for path in (*self._folder.glob("pulse-*"), *self._folder.glob("stacks-*")):
-            pid = path.name.partition("-")[2]
-            if not Path("/proc", pid).exists():
-                path.unlink(missing_ok=True)
 
     def _trainers(self) -> list[WriterProcess]:
         return [writer for writer in self._writers.all() if writer.role == "trainer"]
@@ -133,7 +126,7 @@ def _catches(pid: int, number: int) -> bool:
 def _report(pulse: Pulse, pid: int, now: float) -> PulseReport:
     stat = procfs.read_stat(pid)
     return PulseReport(
-        **{name: getattr(pulse, name) for name in _COPIED},
+        **msgspec.structs.asdict(pulse),
         idle=max(0.0, now - pulse.marked) if pulse.marked else 0.0,
         quiet=max(0.0, now - pulse.beat) if pulse.beat else 0.0,
         state=stat.state if stat else "X",

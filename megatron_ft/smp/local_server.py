@@ -65,7 +65,8 @@ class LocalServer:
             await service.events.emit(message)
             return m.Noted() if isinstance(message, m.Restored) else None
         if isinstance(message, m.Hello):
-            return await self._hello(identity, message)
+            await self._hello(identity, message)
+            return None
         if isinstance(message, m.Prepare):
             await self._prepare(identity, message)
             return None
@@ -84,16 +85,13 @@ class LocalServer:
 
     # Trainers and encoders.
 
-    async def _hello(self, identity: bytes, message: m.Hello) -> m.Message | None:
+    async def _hello(self, identity: bytes, message: m.Hello) -> None:
         service = self._service
         self._check_incarnation("trainer", message.incarnation)
         _check_namespace(message)
         await self._admit_writer("trainer", message.shard_id, message.pid, identity)
         await service.events.emit(message)
-        if service.restore is not None:
-            return self._welcome(message.shard_id, service.restore)
         service.later(self._welcome_once_known(identity, message))
-        return None
 
     async def _welcome_once_known(self, identity: bytes, message: m.Hello) -> None:
         """Wait for what is restored: an SMP that was restarted does not know it yet."""

@@ -88,8 +88,11 @@ def _take(lock: BinaryIO) -> bool:
 
 def is_at(lock: BinaryIO, directory: Path) -> bool:
     """True if the lock that is held is the file that others find in the folder."""
-    path = directory / LOCK_NAME
-    return path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())
+    try:
+        there = (directory / LOCK_NAME).stat()
+    except OSError:
+        return False
+    return os.path.samestat(os.fstat(lock.fileno()), there)
 
 
 def _sign(lock: BinaryIO, job: str) -> None:

@@ -81,19 +81,9 @@ class Scrub:
                 if self._service.scrub_percent <= 0:
                     return
                 whole &= await self._slot(shard_id, slot)
-            if shard_id in shards:
-                # Its records are few and small, so they are looked at in every pass.
-                await self._records(shard_id)
         if whole and self._next:
             self._service.count_scrub(passes=1)
         self._next = {k: at for k, at in self._next.items() if k[0] in shards}
-
-    async def _records(self, shard_id: str) -> None:
-        damaged = await self._service.mend_records(shard_id)
-        for name in damaged:
-            log.warning("%s of %s: a copy was damaged and is written anew", name, shard_id)
-        if damaged:
-            self._service.count_scrub(records=len(damaged))
 
     async def _slot(self, shard_id: str, slot: int) -> bool:
         """Read one slot from where its last reading stopped, all around; whether it was whole.

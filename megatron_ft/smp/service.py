@@ -81,7 +81,6 @@ class SmpService:
         self.preparing: dict[str, bytes] = {}
         self.events = EventSender(self.machine, send_event)
         self.send_local = send_local
-        self._identities: dict[str, bytes] = {}
         self._sending = asyncio.Lock()
         self._tasks: set[asyncio.Future[Any]] = set()
 
@@ -158,7 +157,6 @@ class SmpService:
 
     def enter(self, writer: WriterProcess) -> None:
         """Note that a writer is registered and watched."""
-        self._identities[f"{writer.role} {writer.who}"] = writer.identity
         if writer.role == "trainer":
             self.machine.trainer_joined(writer.who)
         elif writer.role != DRAIN:
@@ -174,7 +172,6 @@ class SmpService:
         self.later(self.carry_out())
 
     def _leave(self, writer: WriterProcess) -> None:
-        self._identities.pop(f"{writer.role} {writer.who}", None)
         self.preparing.pop(writer.who, None)
         if writer.role == "trainer":
             self.heartbeats.ended(writer)
@@ -193,14 +190,6 @@ class SmpService:
             await self.events.emit(m.ReaderStalled(name, STALL_SECONDS))
 
     # The lease, and what an incarnation restores.
-
-    def set_restore(self, ready: m.RestoreReady | None) -> None:
-        """Record what this incarnation restores; None until the coordinator says it."""
-        self.restore = ready
-        if ready is None:
-            self.restore_known.clear()
-        else:
-            self.restore_known.set()
 
     def begin_lease(self, seconds: float) -> None:
         """Begin the lease of a coordinator that was admitted just now."""
@@ -231,20 +220,6 @@ class SmpService:
             for effect in self.machine.take_effects():
                 await self._perform(effect)
 
-    async def mend_records(self, shard_id: str) -> list[str]:
-        """Write the shard's headers anew where a copy is damaged; names of those that were.
-
-        After all effects that wait: what was decided is stored in its order.
-        """
-        async with self._sending:
-            for effect in self.machine.take_effects():
-                await self._perform(effect)
-            slots = self.machine.shards.get(shard_id)
-            if slots is None or shard_id not in self.store.arenas:
-                # The last request may have removed the arenas while the scrub was under way.
-                return []
-            return self.store.mend_records(shard_id, slots.slots)
-
     def count_scrub(self, **more: int) -> None:
         """Add to what the scrub has done."""
         changed = {name: getattr(self.scrub_counts, name) + n for name, n in more.items()}
@@ -258,10 +233,12 @@ class SmpService:
         elif isinstance(effect, ToCoordinator):
             await self.events.emit(effect.body)
         else:
-            trainer = effect.shard_id if isinstance(effect, ToTrainer) else ""
-            key = f"trainer {trainer}" if trainer else f"encoder {self.machine.world}"
-            if key in self._identities:
-                await self.send_local((self._identities[key],), effect.body)
+            if isinstance(effect, ToTrainer):
+                writer = self.writers.find("trainer", effect.shard_id)
+            else:
+                writer = self.writers.find("encoder", self.machine.world)
+            if writer is not None:
+                await self.send_local((writer.identity,), effect.body)
 
     async def _mend(self, effect: MendSlot) -> None:
         blocks = effect.blocks

@@ -381,19 +381,3 @@ class ShardSlots:
         for index, slot in enumerate(self.slots):
             if slot.snapshot is not None and unwanted(slot.snapshot):
                 self.free(index)
-
-    def reports(self) -> tuple[m.SlotReport, ...]:
-        """The slots as reported to the coordinator."""
-        return tuple(
-            m.SlotReport(
-                index,
-                int(slot.state),
-                slot.snapshot,
-                slot.iteration,
-                slot.local_only,
-                slot.record,
-                slot.parity_valid,
-                slot.stripe_table,
-            )
-            for index, slot in enumerate(self.slots)
-        )

@@ -60,7 +60,6 @@ class ArenaStore:
         self.job = job
         self.arenas: dict[str, Arena] = {}
         self._headers: dict[str, ArenaHeader] = {}
-        self._stored: dict[str, list[SlotHeader]] = {}
         self.damaged: dict[str, str] = {}
         self.foreign: list[str] = []
 
@@ -102,12 +101,12 @@ class ArenaStore:
     def examine(self, machine: NodeMachine) -> None:
         """Mend what is wrong with the arenas; give up those that others could not open.
 
-        This SMP knows all that it has written, so headers cost nothing.  A shard whose file was
+        The machine knows all that was written, so headers cost nothing.  A shard whose file was
         removed, replaced or cut counts as lost, and is rebuilt into a new one.
         """
         for shard_id, arena in list(self.arenas.items()):
             try:
-                self._examine(shard_id, arena)
+                self._examine(arena, self._headers[shard_id], machine.shards[shard_id].slots)
             except (ArenaError, OSError) as error:
                 self._lost(shard_id, str(error))
                 self._forget(shard_id, machine).close_beside()
@@ -121,11 +120,10 @@ class ArenaStore:
                     "job's next start, which rebuilds it"
                 )
 
-    def _examine(self, shard_id: str, arena: Arena) -> None:
+    def _examine(self, arena: Arena, header: ArenaHeader, slots: Sequence[SlotHeader]) -> None:
         if not arena.in_place():
             raise ArenaForeignError(f"{arena.path} was removed, replaced or cut")
-        header = self._headers[shard_id]
-        mended = arena.mend_records(header, self._stored[shard_id], stale=True)
+        mended = arena.mend_records(header, slots, stale=True)
         if mended:
             log.warning("%s was damaged and is mended: %s", arena.path, ", ".join(mended))
         Arena.open(arena.path, job=self.job).close()
@@ -164,7 +162,6 @@ class ArenaStore:
         machine.paths[header.shard_id] = str(arena.path)
         self.arenas[header.shard_id] = arena
         self._headers[header.shard_id] = header
-        self._stored[header.shard_id] = slots.copy()
         self.damaged.pop(header.shard_id, None)
 
     def check_record(self, record: SealedRecord) -> None:
@@ -200,7 +197,7 @@ class ArenaStore:
 
     def _forget(self, shard_id: str, machine: NodeMachine) -> Arena:
         del machine.shards[shard_id], machine.paths[shard_id]
-        del self._headers[shard_id], self._stored[shard_id]
+        del self._headers[shard_id]
         return self.arenas.pop(shard_id)
 
     def apply(self, effect: StoreSlot | StorePermit) -> None:
@@ -215,7 +212,6 @@ class ArenaStore:
         if before:
             reach(before)
         arena.write_slot(effect.slot, effect.header)
-        self._stored[effect.shard_id][effect.slot] = effect.header
         if after:
             reach(after)
 
@@ -227,11 +223,6 @@ class ArenaStore:
         data, parity = _arrays(effect.blocks.data), _arrays(effect.blocks.parity)
         written = len(data) if mend_data(code, member, data) else 0
         return written + (len(parity) if mend_parity(code, member, parity) else 0)
-
-    def mend_records(self, shard_id: str, slots: Sequence[SlotHeader]) -> list[str]:
-        """Write headers with a damaged copy anew, from what this SMP knows; their names."""
-        arena = self.arenas[shard_id]
-        return arena.mend_records(self._headers[shard_id], slots)
 
     def set_lineage(self, incarnation: int, lineage: tuple[Ancestor, ...]) -> None:
         """Record the current incarnation of the job in every arena."""
@@ -253,35 +244,20 @@ class ArenaStore:
     def reports(self, machine: NodeMachine) -> tuple[m.ArenaReport, ...]:
         """The node's arenas, for an inventory or a status."""
         return tuple(
-            _report(header, machine.shards[shard_id].reports())
+            _report(header, machine.shards[shard_id].slots)
             for shard_id, header in self._headers.items()
         )
 
     def _header(self, request: m.CreateArena) -> ArenaHeader:
+        given = {name: getattr(request, name) for name in _GIVEN}
         try:
-            return self._header_of(request)
+            parity_bytes = request.parity_members * request.data_bytes // request.data_members
+            geometry = Geometry(
+                request.slot_count, request.data_bytes, parity_bytes, request.block_bytes
+            )
+            return ArenaHeader(job=self.job, geometry=geometry, **given)
         except (ValueError, KeyError, ZeroDivisionError) as error:
             raise ControlPlaneError(f"no arena can be made as {request}: {error}") from error
-
-    def _header_of(self, request: m.CreateArena) -> ArenaHeader:
-        k, parity = request.data_members, request.parity_members
-        return ArenaHeader(
-            job=self.job,
-            shard_id=request.shard_id,
-            incarnation=request.incarnation,
-            lineage=request.lineage,
-            codec=request.codec,
-            data_members=k,
-            parity_members=parity,
-            member_index=request.member_index,
-            members=request.members,
-            geometry=Geometry(
-                slot_count=request.slot_count,
-                data_bytes=request.data_bytes,
-                parity_bytes=parity * request.data_bytes // k,
-                block_bytes=request.block_bytes,
-            ),
-        )
 
 
 def free(arenas: Iterable[Arena], paths: Iterable[Path]) -> None:
@@ -313,14 +289,15 @@ def _check_same(present: ArenaHeader, wanted: ArenaHeader) -> None:
         )
 
 
-def _report(header: ArenaHeader, slots: tuple[m.SlotReport, ...]) -> m.ArenaReport:
+def _report(header: ArenaHeader, slots: Sequence[SlotHeader]) -> m.ArenaReport:
     return m.ArenaReport(
         **{name: getattr(header, name) for name in _REPORTED},
         data_bytes=header.geometry.data_bytes,
         file_bytes=header.geometry.file_bytes,
         block_bytes=header.geometry.block_bytes,
-        slots=slots,
+        slots=tuple(slots),
     )
 
 
+_GIVEN = {f.name for f in fields(ArenaHeader)} & set(m.CreateArena.__struct_fields__)
 _REPORTED = {f.name for f in fields(ArenaHeader)} & set(m.ArenaReport.__struct_fields__)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from megatron_ft.rpc.node_messages import PulseReport
+from megatron_ft.rpc.heartbeat_page import PulseReport
 from megatron_ft.trainer.heartbeats import WINDOW, WindowSummary
 
 

@@ -22,12 +22,13 @@ from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.core.objects import encode
 from megatron_ft.core.shard import ShardLayout, pack_encoded
+from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.client import TrainerClient
 from megatron_ft.trainer.binding import layout_changed
 from megatron_ft.trainer.copier import Copier
 from megatron_ft.trainer.engine import CaptureEngine, CaptureRun
 from megatron_ft.trainer.state import TrainingState, live_tensors
-from megatron_ft.trainer.stats import CaptureStats, IterationTimes, LastCapture, Warner
+from megatron_ft.trainer.stats import CaptureStats, IterationTimes, Warner
 from megatron_ft.trainer.ticket import Ticket, TicketBook
 
 logger = logging.getLogger(__name__)
@@ -128,7 +129,6 @@ class Capture:
     ) -> None:
         self._client, self._stats, self._warn = client, stats, warn
         self._timeout_seconds = config.fence_timeout_seconds
-        self._interval = config.fixed_interval
         self._losses = LossGate(config.loss_gate)
         self._times = IterationTimes()
         self._tickets = TicketBook()
@@ -161,7 +161,7 @@ class Capture:
         """Map the arena at ``path``; ``form`` is stored with each snapshot."""
         self._form = form
         self._engine = CaptureEngine(
-            path, shard_id, layout, copier, self._client.begins, self._on_sealed, self._on_abandoned
+            path, shard_id, layout, copier, self._on_begin, self._on_sealed, self._on_abandoned
         )
 
     def report_loss(self, loss: float) -> None:
@@ -184,7 +184,6 @@ class Capture:
     def skip(self, iteration: int) -> Ticket:
         """Count an iteration of which nothing is captured."""
         self._stats.skipped += 1
-        self._stats.due_skipped += self._interval > 0 and iteration % self._interval == 0
         return Ticket(iteration)
 
     def _act(self, iteration: int, adapt: Callable[[], TrainingState], declined: bool) -> Ticket:
@@ -209,10 +208,10 @@ class Capture:
         elif due is BoundaryAction.MISS:
             self._answered = permit.snapshot
             self._stats.missed += 1
-            self._client.missed(permit.snapshot)
+            self._client.send(m.Missed(self._client.shard_id, permit.snapshot))
         elif not self.running:
             # While it runs, the SMP would take the slot for free.
-            self._client.missed(permit.snapshot)
+            self._client.send(m.Missed(self._client.shard_id, permit.snapshot))
         return self.skip(iteration)
 
     def _refuse(self, snapshot: SnapshotId, problem: str) -> None:
@@ -220,7 +219,7 @@ class Capture:
         self._answered = snapshot
         self._stats.gated += 1
         self._warn("loss gate", "snapshot %s is refused: %s", snapshot, problem)
-        self._client.abandoned(snapshot, problem)
+        self._client.send(m.Abandoned(self._client.shard_id, snapshot, problem))
 
     def _capture(self, permit: Permit, adapt: Callable[[], TrainingState]) -> Ticket:
         """Check that the state still fits, and start; what fails is counted and reported."""
@@ -307,14 +306,17 @@ class Capture:
             self.fence()
             engine.close(self._timeout_seconds)
 
+    def _on_begin(self, snapshot: SnapshotId, iteration: int, slot: int) -> None:
+        """The engine asks for the promised slot; its header shows when it is this snapshot's."""
+        self._client.send(m.Begins(self._client.shard_id, snapshot, iteration, slot))
+
     def _on_sealed(self, run: CaptureRun, record: SealedRecord) -> None:
         """The engine has captured everything, digests included."""
         stats, snapshot = self._stats, run.permit.snapshot
-        seconds = time.monotonic() - run.began
-        stats.last = LastCapture(run.permit.iteration, seconds, run.stall_seconds, run.copied_bytes)
         stats.taken += 1
         stats.copied_bytes += run.copied_bytes
-        self._client.cost(
+        cost = m.CaptureCost(
+            self._client.shard_id,
             snapshot,
             run.stall_seconds,
             run.copy_seconds,
@@ -322,8 +324,9 @@ class Capture:
             self._times.iteration_seconds,
             self._times.shadow_seconds,
         )
+        self._client.send(cost)
         # The cost first: the node's report leaves with the last of its ranks' Sealed.
-        self._client.sealed(snapshot, record)
+        self._client.send(m.Sealed(record))
 
     def _on_abandoned(self, run: CaptureRun, reason: str) -> None:
         """The engine has stopped a capture and writes no more for it."""
@@ -337,7 +340,7 @@ class Capture:
         )
         self._tickets.discard(permit.snapshot)
         ticket.fail()
-        self._client.abandoned(permit.snapshot, reason)
+        self._client.send(m.Abandoned(self._client.shard_id, permit.snapshot, reason))
 
     def _on_outcome(self, snapshot: SnapshotId, outcome: str) -> None:
         ticket = self._tickets.outcome(snapshot, outcome)

@@ -94,7 +94,6 @@ class CaptureRun:
     that forward may change.
     ``moved`` is set when nothing reads the live tensors any more, whatever the result;
     ``finished`` when nothing writes to the slot any more and the SMP has its report.
-    ``began`` is the monotonic time at which training was first held for it.
     """
 
     permit: Permit
@@ -104,7 +103,6 @@ class CaptureRun:
     mark: Any
     meta: Callable[[], bytes]
     copied_bytes: int = 0
-    began: float = 0.0
     boundary_seconds: float = 0.0
     copy_seconds: float = 0.0
     stall_seconds: float = 0.0
@@ -294,7 +292,6 @@ class CaptureEngine:
             self._copier.mark(),
             meta,
             self.binding.copied_bytes,
-            started,
         )
         run.boundary_seconds = time.monotonic() - started
         reach("capture.begun")

@@ -1,7 +1,6 @@
 """The public interface of a trainer: load, save, fence.
 
-``SnapshotManager`` also warns of two things that make a restored run differ from the lost one: a
-pass over data that begins behind the restore, and training libraries with state of their own.
+``SnapshotManager`` also warns of training libraries with state of their own.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -32,50 +31,6 @@ from megatron_ft.trainer.stats import CaptureStats, Warner
 from megatron_ft.trainer.ticket import Ticket
 
 logger = logging.getLogger(__name__)
-
-_OWN = "deepspeed_ext.resumable_loader"
-"""The module whose loaders put the states of the generators back."""
-
-
-class LateIterators:
-    """Reports each DataLoader that is iterated between ``begin`` and ``end``.
-
-    torch draws a seed for the workers when an iterator is made, and a shuffling sampler draws its
-    order.  In the run that was lost both had happened before the snapshot, so after a restore
-    dropout would draw other numbers.
-    """
-
-    def __init__(self, report: Callable[[], None]) -> None:
-        self._report = report
-        self._original: Any = None
-
-    def begin(self) -> None:
-        """Watch torch's DataLoader, if the process has it."""
-        data = sys.modules.get("torch.utils.data")
-        if data is None or self._original is not None:
-            return
-        original = self._original = data.DataLoader.__iter__
-
-        def iterate(loader: Any) -> Any:
-            if not _called_from_own():
-                self._report()
-            return original(loader)
-
-        data.DataLoader.__iter__ = iterate
-
-    def end(self) -> None:
-        """Watch no longer; a second call does nothing."""
-        original, self._original = self._original, None
-        if original is not None:
-            sys.modules["torch.utils.data"].DataLoader.__iter__ = original
-
-
-def _called_from_own() -> bool:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") != _OWN:
-        frame = frame.f_back
-    return frame is not None
-
 
 _LIBRARIES = {
     "accelerate": "accelerate.Accelerator",
@@ -173,7 +128,6 @@ class SnapshotManager:
         self._pending = PendingRestore(self._client, self.shard_id, coordinates, self.world_size)
         self._capture = Capture(self._client, self.config, self.stats, self._warn)
         self._hooks: list[Any] = []
-        self._late_iterators = LateIterators(self._warn_of_late_iterator)
 
     @property
     def offered_iteration(self) -> int:
@@ -187,13 +141,6 @@ class SnapshotManager:
     def offered_objects(self) -> dict[str, Any]:
         """The small objects of the offered snapshot, their digests checked; {} if there is none."""
         return self._pending.objects()
-
-    def expect_load(self) -> None:
-        """Make the offered snapshot quick to read, in a thread, while something else is done.
-
-        For callers that know that ``load`` will follow, and have a model to build before.
-        """
-        self._pending.expect()
 
     def decline(self, reason: str = "the script declined it", iteration: int = -1) -> None:
         """Start without the offered snapshot; all ranks must, or none.
@@ -222,8 +169,6 @@ class SnapshotManager:
         seconds = time.monotonic() - started
         self.watch.restored()
         self._pending.report_restored(offer, seconds, aloud=self.rank == 0)
-        if isinstance(into, Mapping):
-            self._late_iterators.begin()
         return offer.record.iteration
 
     def prepare(self, state: State) -> None:
@@ -236,7 +181,6 @@ class SnapshotManager:
         assert not self._capture.is_open, "prepare was called twice"
         self._pending.require_whole()
         self._pending.get()
-        self._late_iterators.end()
         if isinstance(state, Mapping):
             self._warn_of_clients()
         adapted = self._adapt(state)
@@ -317,7 +261,6 @@ class SnapshotManager:
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
-        self._late_iterators.end()
         self.watch.close()
         try:
             self._capture.close()
@@ -334,15 +277,6 @@ class SnapshotManager:
                 "a restore the script has to bring all the rest to the restored iteration",
                 ", ".join(sorted(found)),
             )
-
-    def _warn_of_late_iterator(self) -> None:
-        self._warn(
-            "iterator",
-            "a pass over a DataLoader was begun after the restore: it draws from the random "
-            "states that were restored, so training differs from the run that was lost. Put "
-            "deepspeed_ext.ResumableLoader(loader) into the state and iterate that, or begin the "
-            "pass before load()",
-        )
 
     def _before_step(self) -> None:
         self._pending.require_whole()

@@ -7,7 +7,7 @@ any of these objects may hold other tensors than last time without being another
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, compress
@@ -100,24 +100,22 @@ def is_optimizer(value: Any) -> bool:
     return is_stateful(value) and hasattr(value, "param_groups") and hasattr(value, "step")
 
 
-def enumerate_entry(found: Enumeration, name: str, value: Any, force: bool | None) -> None:
+def enumerate_entry(found: Enumeration, name: str, value: Any) -> None:
     """Enumerate one entry of a state mapping.
 
     Lazily copied: parameters of modules, everything of optimizers, plain tensors that
     are no counters.  At the boundary: buffers, and whatever else has a state_dict.
-    ``force`` overrules that: lazily if True, at the boundary if False.
     """
     if isinstance(value, torch.Tensor):
-        lazy = _is_longer(value, COUNTER_BYTES) if force is None else force
-        found.put(name, value, lazy)
+        found.put(name, value, _is_longer(value, COUNTER_BYTES))
     elif isinstance(value, torch.nn.Module):
-        _module(found, name, value, force)
+        _module(found, name, value)
     elif is_optimizer(value):
-        enumerate_structure(found, name, value.state_dict(), force is not False)
+        enumerate_structure(found, name, value.state_dict(), True)
     elif is_stateful(value):
-        enumerate_structure(found, name, value.state_dict(), force is True, inline=SMALL_BYTES)
+        enumerate_structure(found, name, value.state_dict(), False, inline=SMALL_BYTES)
     else:
-        enumerate_structure(found, name, value, force)
+        enumerate_structure(found, name, value, None)
 
 
 def _is_longer(tensor: torch.Tensor, length: int) -> bool:
@@ -125,13 +123,13 @@ def _is_longer(tensor: torch.Tensor, length: int) -> bool:
     return tensor.layout != torch.strided or tensor.is_nested or tensor.nbytes > length
 
 
-def _module(found: Enumeration, name: str, module: torch.nn.Module, force: bool | None) -> None:
+def _module(found: Enumeration, name: str, module: torch.nn.Module) -> None:
     """Enumerate a module; its structure is kept only if it has extra state."""
     content = module.state_dict(keep_vars=True)
     tensors = {key: value for key, value in content.items() if isinstance(value, torch.Tensor)}
     parameters = {key for key, value in tensors.items() if _is_parameter(value)}
     for lazy in (True, False):
-        keys = [key for key in tensors if (key in parameters if force is None else force) is lazy]
+        keys = [key for key in tensors if (key in parameters) is lazy]
         found.put_all([f"{name}/{key}" for key in keys], [tensors[key] for key in keys], lazy)
     if len(tensors) < len(content):
         found.structures[name] = dict(content)
@@ -181,9 +179,7 @@ class MappingState:
     Loads are in place: tensors keep their identity, dicts and lists are updated,
     Stateful objects get ``load_state_dict``, other values replace the mapping's own,
     which must then be mutable.  ``replicated`` maps prefixes of tensor names to the
-    process group whose ranks hold equal values.  ``lazy`` and ``boundary`` name
-    entries that are to be copied during forward, or at once, against the defaults of
-    enumerate_entry.
+    process group whose ranks hold equal values.
     """
 
     def __init__(
@@ -191,13 +187,10 @@ class MappingState:
         state: Mapping[str, Any],
         *,
         replicated: Mapping[str, Any] | None = None,
-        lazy: Collection[str] = (),
-        boundary: Collection[str] = (),
     ) -> None:
         """Nothing is read yet; refresh() does."""
         self._state = state
         self._replicated = dict(replicated or {})
-        self._forced = {**dict.fromkeys(boundary, False), **dict.fromkeys(lazy, True)}
         self._found: Enumeration | None = None
         self._written: dict[str, _WrittenMoments] = {}
         self._adopted: dict[str, torch.Tensor] = {}
@@ -210,11 +203,11 @@ class MappingState:
         """Enumerate the mapping as it is now."""
         self._found, found = None, Enumeration()
         tensors = list(self._state.values())
-        if {*map(type, tensors)} <= DENSE and not self._forced:
+        if {*map(type, tensors)} <= DENSE:
             found.put_plain(list(self._state), tensors)
         else:
             for name, value in self._state.items():
-                enumerate_entry(found, name, value, self._forced.get(name))
+                enumerate_entry(found, name, value)
         self._found = found
 
     def forget_tensors(self) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.core.errors import CorruptBlockError, LayoutMismatchError
 from megatron_ft.core.shard import ShardLayout
+from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.client import RestoreOffer, TrainerClient
 from megatron_ft.trainer.identity_check import require_same_layout
 from megatron_ft.trainer.restore import SealedShard, read_objects, restore_shard
@@ -42,8 +41,6 @@ class PendingRestore:
         self._coordinates, self._world_size = coordinates, world_size
         self._offer: RestoreOffer | None = None
         self._greeted = False
-        self._arena: Arena | None = None
-        self._expected: Future[SealedShard] | None = None
 
     def get(self) -> RestoreOffer | None:
         """The offer, None if there is none or it was declined."""
@@ -64,54 +61,23 @@ class PendingRestore:
         """Start without it, and tell the job; it stays in memory until a newer one is committed."""
         offer = self.get()
         if offer is not None:
-            self._client.declined(offer.record.snapshot, reason, iteration)
+            snapshot = offer.record.snapshot
+            self._client.send(m.Declined(self._shard_id, snapshot, reason, iteration))
             self.declined, self._offer = True, None
-
-    def expect(self) -> None:
-        """Do in a thread what ``load`` would begin with: read all but tensors, map the arena.
-
-        For who knows that there is something else to do before, such as to build a model.
-        """
-        offer = self.get()
-        if offer is None or self._arena is not None:
-            return
-        with self._reporting():
-            self._arena = arena = Arena.open(offer.arena_path)
-        self._expected = Future()
-        threading.Thread(
-            target=self._get_ready,
-            args=[arena, offer, self._expected],
-            name="megatron-ft-map",
-            daemon=True,
-        ).start()
-
-    def _get_ready(self, arena: Arena, offer: RestoreOffer, expected: Future[SealedShard]) -> None:
-        try:
-            shard = self._shard(arena, offer)
-            shard.prepare()
-        except Exception as error:
-            # Raised where it can be reported, and ends the load.
-            return expected.set_exception(error)
-        expected.set_result(shard)
-        shard.map_pages()
 
     def load(self, offer: RestoreOffer, into: TrainingState) -> None:
         """Restore in place, every block verified before it; errors as of SnapshotManager.load."""
         with self._reporting():
-            arena, self._arena = self._arena or Arena.open(offer.arena_path), None
+            arena = Arena.open(offer.arena_path)
             try:
                 # The call alone holds the shard, whose memory is unmapped beside what follows.
-                self.restored = restore_shard(self._awaited(arena, offer), into)
+                self.restored = restore_shard(self._shard(arena, offer), into)
             except Exception as error:
                 # After any error some tensors and small objects may be the snapshot's by now.
                 self.broken_off = error
                 raise
             finally:
                 arena.close_beside()
-
-    def _awaited(self, arena: Arena, offer: RestoreOffer) -> SealedShard:
-        expected, self._expected = self._expected, None
-        return expected.result() if expected else self._shard(arena, offer)
 
     def _shard(self, arena: Arena, offer: RestoreOffer) -> SealedShard:
         return SealedShard(arena, offer.slot, offer.record, self._report_corrupt)
@@ -149,11 +115,11 @@ class PendingRestore:
             yield
         except (LayoutMismatchError, CorruptBlockError) as error:
             if isinstance(error, LayoutMismatchError):
-                self._client.unfit(error)
+                self._client.send(m.Unfit(self._shard_id, type(error).__name__, str(error)))
             # Closing sends what is queued; the process is about to end.
             self._client.close()
             raise
 
     def _report_corrupt(self, blocks: int) -> None:
         assert self._offer is not None
-        self._client.corrupt(self._offer.record.snapshot, blocks)
+        self._client.send(m.CorruptShard(self._shard_id, self._offer.record.snapshot, blocks))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import BlockCheck
-from megatron_ft.arena.mapping import populate_read
 from megatron_ft.core.errors import CorruptBlockError, LayoutMismatchError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SealedRecord
@@ -40,18 +39,6 @@ from megatron_ft.trainer.state import AdoptsTensors, TrainingState, live_tensors
 Report = Callable[[int], None]
 
 
-class ShardContents(NamedTuple):
-    """The contents of a sealed shard, and what follows from them for any state.
-
-    ``plain`` and the cuts for its tensors are None if only planning can tell whether a state fits.
-    """
-
-    layout: ShardLayout
-    objects: bytes
-    plain: PlainLayout | None
-    cuts: BlockRanges | None
-
-
 class SealedShard:
     """One sealed slot of an arena, about to be read: nothing of it is used unverified.
 
@@ -64,34 +51,29 @@ class SealedShard:
         self.region, self.record = arena.data(slot), record
         self.block_bytes = header.geometry.block_bytes
         self.check = BlockCheck(self.region, record, self.block_bytes)
-        self._contents: ShardContents | None = None
         self._report = report
         self._name = f"shard {record.shard_id}, snapshot {record.snapshot}, slot {slot} of"
         self._name += f" {arena.path}"
 
-    def prepare(self) -> None:
-        """Keep the contents for when they are asked for, unless blocks of theirs are bad."""
-        if not self._bad_meta():
-            self._contents = self._read_contents()
-
-    def map_pages(self) -> None:
-        """Map the pages, so that the next reader takes no page faults."""
-        populate_read(self.region[: self.record.used_bytes])
-
-    def contents(self) -> ShardContents:
+    def contents(self) -> tuple[ShardLayout, bytes]:
         """The layout and the small objects, their digests compared; tensors are not read.
 
         CorruptBlockError, and LayoutMismatchError if they were written by another release.
         """
-        if self._contents is None:
-            self.require_none(self._bad_meta())
-            self._contents = self._read_contents()
-        return self._contents
+        meta = self.meta()
+        layout = ShardLayout.from_bytes(meta.layout)
+        if layout.tensor_bytes != self.record.tensor_bytes:
+            raise LayoutMismatchError(
+                f"{self._name}: the stored layout is of {layout.tensor_bytes} bytes of tensors and "
+                f"its record of {self.record.tensor_bytes}; restore another snapshot"
+            )
+        return layout, meta.objects
 
     def meta(self) -> Meta:
         """As contents, not decoded."""
-        self.require_none(self._bad_meta())
-        return self._read_meta()
+        first = digest.first_meta_block(self.record, self.block_bytes)
+        self.require_none(self.check.bad(first, self.check.blocks))
+        return unpack_meta(digest.read_meta(self.region, self.record))
 
     def cut(self, offsets: list[int], lengths: list[int]) -> BlockRanges:
         """Spans of tensors, cut for VerifiedCopy, which looks at all blocks that hold tensors.
@@ -112,25 +94,6 @@ class SealedShard:
             "shard from its stripe"
         )
 
-    def _bad_meta(self) -> list[int]:
-        first = digest.first_meta_block(self.record, self.block_bytes)
-        return self.check.bad(first, self.check.blocks)
-
-    def _read_meta(self) -> Meta:
-        return unpack_meta(digest.read_meta(self.region, self.record))
-
-    def _read_contents(self) -> ShardContents:
-        meta = self._read_meta()
-        layout = ShardLayout.from_bytes(meta.layout)
-        if layout.tensor_bytes != self.record.tensor_bytes:
-            raise LayoutMismatchError(
-                f"{self._name}: the stored layout is of {layout.tensor_bytes} bytes of tensors and "
-                f"its record of {self.record.tensor_bytes}; restore another snapshot"
-            )
-        plain = PlainLayout.of(layout)
-        cuts = None if plain is None else self.cut(plain.offsets, plain.lengths)
-        return ShardContents(layout, meta.objects, plain, cuts)
-
 
 def restore_shard(shard: SealedShard, state: TrainingState) -> ShardLayout:
     """Load a shard into ``state``, each block verified just before it is copied; its layout.
@@ -140,16 +103,20 @@ def restore_shard(shard: SealedShard, state: TrainingState) -> ShardLayout:
     Raises LayoutMismatchError naming the tensors that differ, UndecodableError for small
     objects that cannot be read here.
     """
-    contents = shard.contents()
+    layout, objects = shard.contents()
     reach("restore.verified")
-    live = live_tensors(state)
-    addresses = _fill(contents, shard, state, live)
-    state.load(decode(contents.objects))
-    plain, now = contents.plain, live_tensors(state)
-    if plain is None or not plain.lie_there(addresses, live, now):
-        require_same_layout(contents.layout, plan_state(state))
+    plain, live = PlainLayout.of(layout), live_tensors(state)
+    addresses = None if plain is None else plain.addresses(live)
+    if plain is not None and addresses is not None:
+        _copy(shard.cut(plain.offsets, plain.lengths), addresses, shard)
+    else:
+        _fill_one_by_one(layout, shard, state, live)
+    state.load(decode(objects))
+    now = live_tensors(state)
+    if plain is None or addresses is None or not plain.lie_there(addresses, live, now):
+        require_same_layout(layout, plan_state(state))
     reach("restore.done")
-    return contents.layout
+    return layout
 
 
 def read_objects(shard: SealedShard) -> dict[str, Any]:
@@ -158,29 +125,16 @@ def read_objects(shard: SealedShard) -> dict[str, Any]:
     return objects
 
 
-def _fill(
-    contents: ShardContents, shard: SealedShard, state: TrainingState, live: dict[str, torch.Tensor]
-) -> list[int]:
-    """Give every stored tensor its bytes: live ones in place, others through adopt().
-
-    Returns the addresses of all if a copy of bytes was enough, else nothing.
-    """
-    plain, cuts = contents.plain, contents.cuts
-    addresses = None if plain is None else plain.addresses(live)
-    if addresses is None or cuts is None:
-        _fill_one_by_one(contents.layout, shard, state, live)
-        return []
-    _copy(cuts, addresses, shard)
-    return addresses
-
-
 def _fill_one_by_one(
     layout: ShardLayout,
     shard: SealedShard,
     state: TrainingState,
     live: dict[str, torch.Tensor],
 ) -> None:
-    """As _fill, of any state: parts of tensors, several names for one, tensors to be made."""
+    """Give every stored tensor its bytes: live ones in place, others through adopt().
+
+    Of any state: parts of tensors, several names for one, tensors to be made.
+    """
     region = region_tensor(shard.region)
     require_fit(layout, live, state)
     replicas = state.replicas()

@@ -1,7 +1,7 @@
 """Figures about a trainer's snapshots: what they cost, how safe they are, how often one failed.
 
-Counters, the lengths of iterations with and without a snapshot under way, named figures for a
-framework's logs, and warnings that do not flood them.
+Counters, the lengths of iterations with and without a snapshot under way, and warnings that do not
+flood logs.
 """
 
 from __future__ import annotations
@@ -10,21 +10,9 @@ import logging
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
 
 NEVER = -1
 """In place of an iteration: there is no such snapshot."""
-
-
-@dataclass(frozen=True)
-class LastCapture:
-    """One sealed capture: its iteration, the seconds from the iteration's end until all bytes and
-    digests were in the arena, those of them that the training thread was held, tensor bytes."""
-
-    iteration: int = NEVER
-    seconds: float = 0.0
-    stall_seconds: float = 0.0
-    copied_bytes: int = 0
 
 
 @dataclass
@@ -32,8 +20,7 @@ class CaptureStats:
     """Counters of one SnapshotManager, since it was made.
 
     ``taken`` counts sealed snapshots, ``skipped`` calls of save() that captured
-    nothing, ``due_skipped`` those of them at a multiple of the snapshot interval,
-    ``missed`` permits whose iteration passed uncaptured, ``abandoned``
+    nothing, ``missed`` permits whose iteration passed uncaptured, ``abandoned``
     captures that ended without a result, ``gated`` permits that this rank's loss gate
     has refused.  ``stall_seconds`` is the time the training
     thread spent in save() while capturing and in fences; ``copied_bytes`` counts
@@ -46,13 +33,11 @@ class CaptureStats:
 
     taken: int = 0
     skipped: int = 0
-    due_skipped: int = 0
     missed: int = 0
     abandoned: int = 0
     gated: int = 0
     stall_seconds: float = 0.0
     copied_bytes: int = 0
-    last: LastCapture = LastCapture()
     protected_iteration: int = NEVER
     committed_iteration: int = NEVER
 
@@ -113,44 +98,6 @@ class IterationTimes:
             return
         self._shadows.append(sum(min(seconds, 2 * usual) - usual for seconds in busy))
         self.shadow_seconds = max(0.0, median(self._shadows))
-
-
-TAG = "inmem-snapshot/"
-"""Begins the names of figures in TensorBoard, W&B and the like."""
-
-_MEBI = 1 << 20
-
-
-class Figure(NamedTuple):
-    """One figure: its name in TensorBoard and W&B, its words in the text, its value, its form."""
-
-    name: str
-    words: str
-    value: float
-    form: str
-
-
-def figures(stats: CaptureStats) -> list[Figure]:
-    """The figures to log; iterations that do not exist yet are left out."""
-    last = stats.last
-    found = [
-        Figure("captured-iteration", "captured iteration", last.iteration, "8d"),
-        Figure("capture-ms", "capture time (ms)", 1000 * last.seconds, ".1f"),
-        Figure("stall-ms", "stall (ms)", 1000 * last.stall_seconds, ".1f"),
-        Figure("mib", "size (MiB)", last.copied_bytes / _MEBI, ".1f"),
-    ]
-    safety = [
-        Figure("protected-iteration", "protected iteration", stats.protected_iteration, "8d"),
-        Figure("committed-iteration", "committed iteration", stats.committed_iteration, "8d"),
-    ]
-    counts = [
-        Figure("taken", "taken", stats.taken, "d"),
-        Figure("skipped", "skipped", stats.due_skipped, "d"),
-        Figure("missed", "missed", stats.missed, "d"),
-        Figure("abandoned", "abandoned", stats.abandoned, "d"),
-    ]
-    captured = found if last.iteration != NEVER else []
-    return captured + [figure for figure in safety if figure.value != NEVER] + counts
 
 
 class Warner:

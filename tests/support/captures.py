@@ -14,7 +14,9 @@ import torch
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import ArenaHeader, Geometry, Permit, SlotState
 from megatron_ft.config import SnapshotConfig
+from megatron_ft.core.errors import error_class
 from megatron_ft.core.identity import Ancestor, RankRule, SealedRecord, SnapshotId
+from megatron_ft.rpc import messages as m
 from megatron_ft.smp.slot_rules import EMPTY_SLOT
 from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.manager import SnapshotManager
@@ -118,6 +120,26 @@ class FakeSmp:
         assert permit is not None
         self.arena.write_permit(Permit(permit.snapshot, permit.iteration, permit.slot, True))
 
+    def send(self, message: m.Message) -> None:
+        """Note what a trainer reports."""
+        if isinstance(message, m.Begins):
+            self.begins(message.snapshot, message.iteration, message.slot)
+        elif isinstance(message, m.Sealed):
+            self.sealed(message.record.snapshot, message.record)
+        elif isinstance(message, m.Abandoned):
+            self.abandoned(message.snapshot, message.reason)
+        elif isinstance(message, m.Missed):
+            self.missed_ids.append(message.snapshot)
+        elif isinstance(message, m.Unfit):
+            self.unfit_errors.append(error_class(message.error)(message.reason))
+        elif isinstance(message, m.Declined):
+            self.declines.append((message.snapshot, message.reason, message.iteration))
+        elif isinstance(message, m.CorruptShard):
+            self.corrupt_calls.append((message.snapshot, message.blocks))
+        elif isinstance(message, m.CaptureCost):
+            seconds = message.stall_seconds, message.copy_seconds
+            self.costs.append((message.snapshot, *seconds, message.copied_bytes))
+
     def begins(self, snapshot: SnapshotId, iteration: int, slot: int) -> None:
         """Give the slot at once, unless the test keeps it."""
         self.begun.append(snapshot)
@@ -131,41 +153,15 @@ class FakeSmp:
         self.sealed_records[snapshot] = record
         self.ended.set()
 
-    def unfit(self, error: Exception) -> None:
-        self.unfit_errors.append(error)
-
-    def missed(self, snapshot: SnapshotId) -> None:
-        """Keep the id."""
-        self.missed_ids.append(snapshot)
-
     def abandoned(self, snapshot: SnapshotId, reason: str) -> None:
         """Keep id and reason."""
         assert snapshot not in self.abandoned_ids
         self.abandoned_ids[snapshot] = reason
         self.ended.set()
 
-    def declined(self, snapshot: SnapshotId, reason: str, iteration: int) -> None:
-        self.declines.append((snapshot, reason, iteration))
-
     def restored(self, snapshot: SnapshotId, seconds: float, source: str) -> None:
         """Keep the call."""
         self.restored_calls.append((snapshot, seconds, source))
-
-    def corrupt(self, snapshot: SnapshotId, blocks: int) -> None:
-        """Keep the call."""
-        self.corrupt_calls.append((snapshot, blocks))
-
-    def cost(
-        self,
-        snapshot: SnapshotId,
-        stall_seconds: float,
-        copy_seconds: float,
-        copied_bytes: int,
-        iteration_seconds: float,
-        shadow_seconds: float,
-    ) -> None:
-        """Keep the call."""
-        self.costs.append((snapshot, stall_seconds, copy_seconds, copied_bytes))
 
     def close(self) -> None:
         """A trainer left; the arena stays."""

@@ -21,6 +21,7 @@ SHARDS = ("dp0", "dp1", "nobody")
 
 _NUMBERS = (-(1 << 63), -1, 0, 1, 7, 1 << 31, 1 << 62, (1 << 63) - 1, (1 << 64) - 1)
 _NAMED: dict[str, Sequence[Any]] = {
+    "parity_root": [bytes(32)],
     "shard_id": SHARDS,
     "snapshot": ((1, 1), (1, 1), (1, 2)),
     "members": (SHARDS[:1], SHARDS[:2]),
@@ -109,6 +110,10 @@ class Maker:
             return self._value(self.random.choice(info.types))
         if isinstance(info, kinds.StructType):
             return self._struct(info)
+        if isinstance(info, kinds.DataclassType):
+            return {f.encode_name: self._field(f.encode_name, f.type) for f in info.fields}
+        if isinstance(info, kinds.EnumType):
+            return self.random.choice([*info.cls]).value
         if isinstance(info, kinds.NamedTupleType):
             return [self._field(field.name, field.type) for field in info.fields]
         if isinstance(info, kinds.VarTupleType):

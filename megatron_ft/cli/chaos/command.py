@@ -26,8 +26,7 @@ from typing import Any
 
 from megatron_ft.cli.chaos.cases import FAULTS, VICTIMS, Case, all_cases, draw
 from megatron_ft.cli.chaos.job import ChaosSettings
-from megatron_ft.cli.chaos.oracle import OracleError, oracle_traces
-from megatron_ft.cli.chaos.runner import CaseOutcome, run_case
+from megatron_ft.cli.chaos.runner import CaseOutcome, OracleError, oracle_traces, run_case
 from megatron_ft.cli.chaos.trace import Lines
 from megatron_ft.cli.training_command import command_of
 from megatron_ft.core.fault_points import POINTS

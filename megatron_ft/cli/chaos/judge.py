@@ -81,7 +81,7 @@ def judge(story: Story) -> Verdict:
     """The verdict."""
     restores = tuple(restored(story))
     problems = [
-        *_end(story, restores),
+        *_end(story),
         *_restores(story, restores),
         *unplanned(story),
         *byte_problems(story),
@@ -159,7 +159,7 @@ class Known:
         self.drained = min(self.drained, iteration)
 
 
-def _end(story: Story, restores: Sequence[JudgedRestore]) -> Iterator[str]:
+def _end(story: Story) -> Iterator[str]:
     if story.end == "hang":
         yield f"hang: {story.reason}"
     if not story.reached:

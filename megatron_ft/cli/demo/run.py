@@ -5,14 +5,14 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
 from megatron_ft.cli.chaos.follow import Follower, RecordedEvent
 from megatron_ft.cli.chaos.inject import Injector, processes, send
 from megatron_ft.cli.chaos.job import JobFile
-from megatron_ft.cli.chaos.oracle import run_oracle
+from megatron_ft.cli.chaos.runner import run_oracle
 from megatron_ft.cli.chaos.trace import TraceLine, TraceTail, read_trace, trace_path
 from megatron_ft.cli.common import say
 from megatron_ft.cli.demo import stdlib_corpus
@@ -41,38 +41,20 @@ _TOLD = (
 )
 
 
-class DemoOutput:
-    """Prints lines with the seconds since the demo's start."""
-
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-
-    def log(self, text: str) -> None:
-        """Print one line; of a text with more lines, the first has the time."""
-        say(f"[{time.monotonic() - self._start:6.1f} s] {text}")
-
-    def iteration(self, line: TraceLine, total: int, committed: int) -> None:
-        """Print some of the iterations that rank 0 has finished."""
-        if line.iteration % SHOWN_EVERY == 0 or line.iteration == total:
-            loss = "" if line.loss_value is None else f"  loss {line.loss_value:.3f}"
-            safe = "" if committed < 0 else f"  snapshot {committed}"
-            self.log(f"iteration {line.iteration:3}/{total}{loss}{safe}")
-
-
 class ProtectedRun:
     """The job under faults: follows its events and rank 0's trace, and strikes when due."""
 
     def __init__(
-        self, job: JobFile, faults: Sequence[DemoFault], output: DemoOutput, iterations: int
+        self, job: JobFile, faults: Sequence[DemoFault], iterations: int, log: Callable[[str], None]
     ) -> None:
         self.follower = Follower(job, most_restarts=0)
         self.strikes: list[DemoStrike] = []
-        self._job, self._waiting, self._output = job, list(faults), output
+        self._job, self._waiting, self._log = job, list(faults), log
         self._iterations = iterations
         self._injector = Injector(self.follower)
         self._tail = TraceTail(trace_path(Path(job.trace), 0))
         self._lines: list[TraceLine] = []
-        self._incarnation = self._protected_incarnation = 0
+        self._shown = self._incarnation = self._protected_incarnation = 0
         self._committed = -1
 
     def run(self) -> str:
@@ -92,22 +74,27 @@ class ProtectedRun:
             self._injector.tidy()
 
     def _read(self) -> None:
-        for event in self.follower.read():
+        self.follower.read()
+        for event in self.follower.events[self._shown :]:
             self._incarnation = max(self._incarnation, event["incarnation"])
             self._take(event)
+        self._shown = len(self.follower.events)
         for line in self._tail.read():
             if self.strikes and self._is_first_after(self.strikes[-1], line):
                 seconds = line.time - self.strikes[-1].wall
-                self._output.log(
+                self._log(
                     f"training again: iteration {line.iteration} done {seconds:.1f} s after the "
                     "fault"
                 )
             self._lines.append(line)
-            self._output.iteration(line, self._iterations, self._committed)
+            if line.iteration % SHOWN_EVERY == 0 or line.iteration == self._iterations:
+                loss = "" if line.loss_value is None else f"  loss {line.loss_value:.3f}"
+                done = f"{line.iteration:3}/{self._iterations}{loss}"
+                self._log(f"iteration {done}  snapshot {self._committed}")
 
     def _take(self, event: RecordedEvent) -> None:
         if event["kind"] in _TOLD:
-            self._output.log(event["text"])
+            self._log(event["text"])
         if event["kind"] == "committed":
             self._committed = event["iteration"]
             # A job without parity has local commits only.
@@ -151,14 +138,14 @@ class ProtectedRun:
             send(pids, signal.SIGKILL)
         during = self._lines[-1].iteration + 1
         self.strikes.append(DemoStrike(fault, victim, self._incarnation, during, monotonic, wall))
-        self._output.log(f"FAULT in iteration {during}: {victim} {how}")
+        self._log(f"FAULT in iteration {during}: {victim} {how}")
 
 
 class Demo:
     """One demo; ``run`` it once.  ``faults`` may be changed before."""
 
     def __init__(self, settings: DemoSettings, folders: DemoFolders) -> None:
-        self.settings, self.folders, self.output = settings, folders, DemoOutput()
+        self.settings, self.folders, self._start = settings, folders, time.monotonic()
         self.report = DemoReport(settings)
         self.faults = faults_of(settings)
 
@@ -168,29 +155,28 @@ class Demo:
         A job that cannot be continued is a result and stands in the report.  MegatronFTError
         where something is missing or a run fails by itself.
         """
-        started = time.monotonic()
         try:
             self._run()
         finally:
-            self.report.seconds = time.monotonic() - started
+            self.report.seconds = time.monotonic() - self._start
             shutil.rmtree(self.folders.state, ignore_errors=True)
         return self.report
 
-    def traces(self, folder: Path) -> dict[int, list[TraceLine]]:
-        """Every rank's lines in a trace folder."""
-        return {rank: read_trace(folder, rank) for rank in range(self.settings.world_size)}
+    def log(self, text: str) -> None:
+        """Print a line with the seconds since the demo's start."""
+        say(f"[{time.monotonic() - self._start:6.1f} s] {text}")
 
     def _run(self) -> None:
-        settings, folders, output = self.settings, self.folders, self.output
-        output.log("preparing the training text (the Python library's own sources)")
+        settings, folders = self.settings, self.folders
+        self.log("preparing the training text (the Python library's own sources)")
         text, name = stdlib_corpus.prepare(folders.corpus, CORPUS_BYTES), job_name()
         folders.logs.mkdir(parents=True, exist_ok=True)
-        output.log(_title(settings))
+        self.log(_title(settings))
         job = job_of(settings, folders, text, name)
-        protected = ProtectedRun(job, self.faults, output, settings.iterations)
+        protected = ProtectedRun(job, self.faults, settings.iterations, self.log)
         if not self._train(protected):
             return
-        output.log("the same training again, never interrupted: it takes up to a minute")
+        self.log("the same training again, never interrupted: it takes up to a minute")
         run_oracle(job_of(settings, folders, text, f"{name}-o", snapshots=False))
         self._judge(protected)
 
@@ -201,7 +187,8 @@ class Demo:
             end = run.run()
         finally:
             follower.cluster.destroy()
-            traces = self.traces(self.folders.protected)
+            ranks = range(self.settings.world_size)
+            traces = {rank: read_trace(self.folders.protected, rank) for rank in ranks}
             report.recoveries = recoveries(run.strikes, follower.events, traces)
         if end == "finished":
             return True
@@ -216,7 +203,7 @@ class Demo:
         from megatron_ft.cli.demo.final_state import compare_runs  # imports torch
 
         settings, folders, report = self.settings, self.folders, self.report
-        self.output.log("comparing both runs bit by bit")
+        self.log("comparing both runs bit by bit")
         report.comparison = compare_runs(
             folders.protected, folders.oracle, settings.world_size, settings.iterations
         )

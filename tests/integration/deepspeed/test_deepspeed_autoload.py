@@ -43,7 +43,9 @@ engine.load_checkpoint("nowhere")
 """
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("torchrun", marks=pytest.mark.all_layouts), "deepspeed"]
+)
 def test_the_key_alone_is_enough(launcher: str, tmp_path: Path) -> None:
     """What follows needs an SMP: outside a job its absence is said, with what to do."""
     from megatron_ft.core.process_tools import free_port

@@ -15,8 +15,7 @@ from megatron_ft.cli.chaos import command as chaos
 from megatron_ft.cli.chaos.cases import Case
 from megatron_ft.cli.chaos.job import ChaosSettings
 from megatron_ft.cli.chaos.judge import judge
-from megatron_ft.cli.chaos.oracle import oracle_traces
-from megatron_ft.cli.chaos.runner import CaseOutcome, run_case
+from megatron_ft.cli.chaos.runner import CaseOutcome, oracle_traces, run_case
 from megatron_ft.cli.chaos.trace import Lines
 from megatron_ft.cli.main import main
 from tests.support.chaos_cluster import CLUSTER_CLASS

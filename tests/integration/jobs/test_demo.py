@@ -41,7 +41,7 @@ from megatron_ft.cli.demo.faults import (  # noqa: E402
     DemoVictim,
     plan_faults,
 )
-from megatron_ft.cli.demo.run import Demo, DemoOutput, faults_of  # noqa: E402
+from megatron_ft.cli.demo.run import Demo, faults_of  # noqa: E402
 from megatron_ft.cli.demo.settings import DemoFolders, DemoSettings, job_of  # noqa: E402
 from megatron_ft.core.errors import ConfigError, ProtectionError  # noqa: E402
 from megatron_ft.launchers.virtual import default_root  # noqa: E402
@@ -351,15 +351,6 @@ def test_a_refusal_says_why_and_that_it_is_right(capsys: pytest.CaptureFixture[s
     assert "the stripe lost 2 shards" in text
     assert "right answer" in text
     assert made.as_json()["identical"] is False
-
-
-def test_some_iterations_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    output = DemoOutput()
-    for iteration in range(1, 8):
-        output.iteration(line(iteration), 7, committed=4)
-    text = capsys.readouterr().out
-    assert "iteration   5/7  loss 0.200  snapshot 4\n" in text
-    assert "iteration   7/7" in text and text.count("\n") == 2
 
 
 # Real runs.

@@ -195,7 +195,7 @@ def test_a_flipped_byte_is_found_and_rebuilt_from_parity(
                     del data
         os.kill(job.supervisor.trainers.pids()[0], signal.SIGKILL)
 
-    job = Job(tmp_path, nodes=2, protect="xor:2", block_bytes=65536)
+    job = Job(tmp_path, nodes=2, protect="xor:2", block_bytes=4096)
     made.append(job)
     job.run((10, corrupt))
     assert not difference(job.result(), two), job.story()

@@ -21,7 +21,6 @@ from megatron_ft.rpc.local_query import ask
 from megatron_ft.smp import scrub as scrub_module
 from megatron_ft.supervisor.job_state import read_record
 from tests.programs.declining_training import REASON
-from tests.support.arena_damage import damaged_records
 from tests.support.disk_jobs import signal_trainers
 from tests.support.jobs import POISONED, ROOT, WAIT_SECONDS, Job, Result, difference, oracle
 
@@ -118,17 +117,9 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
             before = data.copy(), parity.copy()
             data[100] ^= 1
             parity[-1] ^= 64
-            # One copy of a header, too: its writer has another and mends it without a word.
-            arena._writable_mapping(0, arena.geometry.control_bytes).write(
-                arena.geometry.slot_header_offset(slot) + 40, b"\xff\xfe"
-            )
             job.supervisor.coordinator.scrub_percent = 50.0
             wait_for(job, "repaired")
             assert np.array_equal(data, before[0]) and np.array_equal(parity, before[1])
-            deadline = time.monotonic() + WAIT_SECONDS
-            while damaged_records(arena):
-                assert time.monotonic() < deadline, "the header was not mended"
-                time.sleep(0.02)
             del data, parity
         view.update(shown(job, repaired_in_a_pass))
         # The repaired snapshot is the newest: a trainer that dies now must get the right bytes.
@@ -163,8 +154,8 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
     assert "backoff" not in job.kinds(), "what was asked for is no failure"
     counts = view["nodes"]["n1"]["scrub"]
     assert counts["bad_blocks"] == 2 and counts["repaired_blocks"] == 2, counts
-    assert counts["records"] == 1 and counts["passes"] > 0, counts
-    assert "2 repaired, 1 headers rewritten; 0 shards count as lost" in status.render("job", view)
+    assert counts["passes"] > 0, counts
+    assert "2 repaired; 0 shards count as lost" in status.render("job", view)
 
 
 def test_more_blocks_than_one_report_lists_are_repaired_one_report_after_the_other(

@@ -109,7 +109,7 @@ def iteration_is_identity(patch: pytest.MonkeyPatch) -> None:
         iterations[snapshot] = iteration
         keep(self, snapshot, iteration)
 
-    def slot(self: Holding, snapshot: SnapshotId) -> m.SlotReport | None:
+    def slot(self: Holding, snapshot: SnapshotId) -> SlotHeader | None:
         same = [s for s in self.arena.slots if s.iteration == iterations[snapshot] and usable(s)]
         return same[-1] if same else None
 

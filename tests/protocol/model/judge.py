@@ -225,7 +225,7 @@ class Judge:
         arena = next(a for a in nodes[holding.node] if a.shard == shard)
         report = holding.slot(snapshot)
         assert report is not None
-        return arena.slots[report.slot]
+        return arena.slots[holding.arena.slots.index(report)]
 
     def _check_data(self, slot: MemorySlot, shard: str, snapshot: SnapshotId) -> None:
         if any(tag not in ((snapshot, shard), DAMAGED) for tag in slot.data):

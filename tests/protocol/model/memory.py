@@ -58,7 +58,7 @@ class MemoryArena:
     def headers(self) -> list[SlotHeader]:
         return [slot.header for slot in self.slots]
 
-    def report(self, slots: tuple[m.SlotReport, ...]) -> m.ArenaReport:
+    def report(self, slots: Iterable[SlotHeader]) -> m.ArenaReport:
         return m.ArenaReport(
             shard_id=self.shard,
             incarnation=self.incarnation,
@@ -71,7 +71,7 @@ class MemoryArena:
             data_bytes=self.stripe.data_bytes,
             file_bytes=0,
             block_bytes=self.stripe.block_bytes,
-            slots=slots,
+            slots=tuple(slots),
         )
 
 
@@ -106,7 +106,7 @@ def inventory_after_fence(node: str, arenas: Iterable[MemoryArena]) -> m.Invento
     for arena in arenas:
         machine.shards[arena.shard] = ShardSlots(arena.shard, arena.headers())
     machine.admit(1 << 30)
-    reports = (arena.report(machine.shards[arena.shard].reports()) for arena in arenas)
+    reports = (arena.report(machine.shards[arena.shard].slots) for arena in arenas)
     return m.Inventory(node, machine.highest_incarnation, tuple(reports))
 
 

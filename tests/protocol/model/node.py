@@ -395,8 +395,7 @@ class SmpSteps:
         if self.shape.coarse:
             self._drop_older(node)
         arenas = [
-            arena.report(node.machine.shards[arena.shard].reports())
-            for arena in node.arenas.values()
+            arena.report(node.machine.shards[arena.shard].slots) for arena in node.arenas.values()
         ]
         return m.Inventory(node.name, 0, tuple(arenas))
 

@@ -184,11 +184,14 @@ class Trials:
     def _read_word(self, member: int, region: r.Region) -> str:
         """Their writers write them anew all the time; a reader takes the whole copy, or none."""
         arena = self.stripe.arenas[member]
-        if region.name == r.PERMIT:
-            permit = arena.permit()
-            return "refused" if permit is None else _repaired_if(permit == PERMIT)
-        progress = arena.progress()
-        return "refused" if progress == NO_PROGRESS else _repaired_if(progress == ITERATION)
+        try:
+            if region.name == r.PERMIT:
+                permit = arena.permit()
+                return "refused" if permit is None else _repaired_if(permit == PERMIT)
+            progress = arena.progress()
+            return "refused" if progress == NO_PROGRESS else _repaired_if(progress == ITERATION)
+        except ArenaError:
+            return "refused"
 
     def _read_header(self, member: int, region: r.Region) -> str:
         arena, stripe = self.stripe.arenas[member], self.stripe

@@ -17,7 +17,7 @@ import msgspec
 from megatron_ft.cli.chaos.follow import Follower, until
 from megatron_ft.cli.chaos.job import ChaosSettings
 from megatron_ft.cli.chaos.judge import Story
-from megatron_ft.cli.chaos.oracle import oracle_traces
+from megatron_ft.cli.chaos.runner import oracle_traces
 from megatron_ft.cli.chaos.trace import Lines, read_traces
 from tests.support.campaign.inject import CampaignInjector
 from tests.support.campaign.plan import START, Episode, JobPlan

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_ft.cli.chaos.follow import Follower, until
 from megatron_ft.cli.chaos.job import TRAINING_MODULE, ChaosSettings, JobFile
-from megatron_ft.cli.chaos.oracle import oracle_traces
+from megatron_ft.cli.chaos.runner import oracle_traces
 from megatron_ft.cli.chaos.trace import differences, gaps, read_traces
 from tests.support.chaos_cluster import CLUSTER_CLASS
 from tests.support.soak.inject import SOAK_CLUSTER, SoakInjector, roles

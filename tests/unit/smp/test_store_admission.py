@@ -69,6 +69,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
     store.enter(arena, machine)
     shutil.copy(arena.path, tmp_path / "older")
     store.apply(StoreSlot("dp0", 0, NOW))
+    machine.shards["dp0"].slots[0] = NOW
     yield store, machine
     for arena in store.arenas.values():
         arena.close()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.cli.run_folders import RunSummary
-from megatron_ft.rpc.node_messages import PulseReport
+from megatron_ft.rpc.heartbeat_page import PulseReport
 from megatron_ft.supervisor import heartbeats
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.heartbeats import Heartbeats, RankReport, RecoveryClock, StragglerFinder

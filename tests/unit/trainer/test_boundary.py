@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.identity import SealedRecord, SnapshotId
-from megatron_ft.trainer.capture import Capture
 from megatron_ft.trainer.engine import CaptureEngine, CaptureRun
 from megatron_ft.trainer.manager import SnapshotManager
 from megatron_ft.trainer.mapping import MappingState, StateAdapter
-from megatron_ft.trainer.stats import CaptureStats, Warner
+from megatron_ft.trainer.stats import Warner
 from tests.support.captures import WAIT, FakeSmp, GatedCopier, gated, make_manager
 
 WARN = Warner(logging.getLogger(__name__))
@@ -30,18 +25,6 @@ def new_state() -> dict[str, Any]:
 def end(manager: SnapshotManager, iteration: int, state: dict[str, Any]) -> None:
     """As in save(), without what comes around it."""
     manager._capture.end_iteration(iteration, lambda: MappingState(state), declined=False)
-
-
-@given(st.integers(0, 9), st.lists(st.integers(0, 1000), max_size=50))
-def test_skips_are_counted_and_those_at_a_multiple_apart(
-    interval: int, iterations: list[int]
-) -> None:
-    stats, config = CaptureStats(), SnapshotConfig(snapshot_interval=interval or "auto")
-    capture = Capture(FakeSmp(Path("/nowhere")), config, stats, WARN)
-    tickets = [capture.skip(iteration) for iteration in iterations]
-    assert [ticket.iteration for ticket in tickets] == iterations
-    due = [at for at in iterations if interval and at % interval == 0]
-    assert (stats.skipped, stats.due_skipped) == (len(iterations), len(due))
 
 
 def test_a_permit_is_missed_where_training_goes_back_before_it(smp: FakeSmp) -> None:

@@ -30,7 +30,7 @@ PLACE = LogicalPlace(0, 4, (Piece("w", (4,), (0,), (4,), 0, (1,)),))
 
 
 def layout_of(live: Live) -> ShardLayout:
-    return plan_state(MappingState(live, lazy=[*live]), SPLIT_NEVER)
+    return plan_state(MappingState(live), SPLIT_NEVER)
 
 
 def addresses(stored: ShardLayout, live: Live) -> list[int] | None:

@@ -182,7 +182,7 @@ def test_a_capture_allocates_less_than_a_tensor(smp: FakeSmp) -> None:
     manager.close()
 
 
-def test_a_snapshot_takes_two_messages_of_its_trainer(
+def test_a_snapshot_takes_three_messages_of_its_trainer(
     smp: FakeSmp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And nothing is asked of the SMP in between."""
@@ -196,7 +196,7 @@ def test_a_snapshot_takes_two_messages_of_its_trainer(
     for name in [name for name in vars(TrainerClient) if not name.startswith("_")]:
         monkeypatch.setattr(smp, name, counted(name, getattr(smp, name)))
     saved(manager, smp, state, 3)
-    assert told == {"cost": 1, "sealed": 1}
+    assert told == {"send": 3}, "it begins, its cost, it has sealed"
     manager.close()
 
 

@@ -1,1 +1,0 @@
-"""Snapshots as Megatron's own checkpoints, made without trainers, model or GPU."""
