@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import logging
 import os
 import signal
 import sys
 import uuid
-from collections.abc import Coroutine
-from contextlib import ExitStack
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
+from megatron_ft.arena.limits import format_bytes
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import NODE_DIR, READY_NAME, ProcessEnvironment
-from megatron_ft.core.errors import UNREADABLE, ControlPlaneError, MegatronFTError
+from megatron_ft.core.errors import UNREADABLE, MegatronFTError
 from megatron_ft.rpc.sockets import JobKeys, Server
 from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.local_server import LocalServer
-from megatron_ft.smp.node_folder import is_at, lock_folder, make_node_dir, write_pid
+from megatron_ft.smp.node_folder import NodeFolder, write_pid
 from megatron_ft.smp.scrub import Scrub
 from megatron_ft.smp.service import SmpService
 
@@ -32,6 +34,9 @@ log = logging.getLogger(__name__)
 
 READY_SPARE = ".ready"
 """Space in the node's folder for the file by which the next SMP announces itself."""
+
+NOTES_BYTES = 64 << 10
+"""Room for the small files of a node, and their successors; each takes a page at least."""
 
 FOLDER_CHECK_SECONDS = 1.0
 
@@ -65,11 +70,17 @@ def main() -> int:
         credentials = msgspec.json.decode(sys.stdin.buffer.read(), type=Credentials)
         environment = ProcessEnvironment.from_env()
         ready = arguments.ready or environment.node_dir / READY_NAME
-        make_node_dir(environment.node_dir)
-        with lock_folder(environment.node_dir, credentials.job) as lock:
-            asyncio.run(serve(environment, credentials, arguments.address, ready, lock))
+        folder = NodeFolder(environment.node_dir, credentials.job)
+        folder.take()
+
+        def announce(endpoint: str) -> None:
+            write_pid(environment.node_dir)
+            _write_ready(environment.node_dir / READY_SPARE, ready, endpoint)
+
+        with closing(folder):
+            asyncio.run(serve(environment, credentials, arguments.address, announce, folder))
     except (MegatronFTError, OSError, *UNREADABLE) as error:
-        logging.error("the SMP of %s ends: %s", os.environ.get(NODE_DIR), error)
+        logging.error("%s", _if_full(error) or error)
         return 1
     return 0
 
@@ -78,12 +89,12 @@ async def serve(
     environment: ProcessEnvironment,
     credentials: Credentials,
     address: str,
-    ready: Path,
-    lock: BinaryIO,
+    announce: Callable[[str], None],
+    folder: NodeFolder,
 ) -> None:
     """Adopt the contents of the node's folder and serve until the job retires this SMP.
 
-    ``ready`` announces that it serves; ``lock`` is that of the folder.
+    ``announce`` gets the endpoint of the control plane once it is served; ``folder`` is locked.
     """
     keys = JobKeys.derive(credentials.secret)
     with ExitStack() as at_end:
@@ -101,14 +112,13 @@ async def serve(
         service = SmpService(environment, uuid.UUID(credentials.job), *senders)
         service.adopt()
         local = LocalServer(service, local_socket)
-        control = ControlServer(service, control_socket)
+        keeper = FolderKeeper(service, local, folder)
+        control = ControlServer(service, control_socket, keeper.check)
         scrub = Scrub(service)
         at_end.callback(scrub.close)
-        endpoint = keys.listen(control_socket.socket, address)
-        write_pid(environment.node_dir)
-        _write_ready(environment.node_dir / READY_SPARE, ready, endpoint)
-        loops = (local.serve(), control.serve(), service.watch_lease(), scrub.run())
-        await _until(service.retired, *loops, _require_in_place(service, local, lock))
+        announce(keys.listen(control_socket.socket, address))
+        loops = (local.serve(), control.serve(), service.watch_lease(), scrub.run(), keeper.run())
+        await _until(service.retired, *loops)
         if service.failure is not None:
             raise service.failure
 
@@ -123,16 +133,51 @@ async def _until(event: asyncio.Event, *loops: Coroutine[Any, Any, Any]) -> None
         task.result()
 
 
-async def _require_in_place(service: SmpService, local: LocalServer, lock: BinaryIO) -> None:
-    """ControlPlaneError once the folder or its socket was removed: nobody could reach this SMP.
+class FolderKeeper:
+    """Makes the folder, lock, files and socket of a living SMP again if they were removed.
 
-    Its writers are killed before, as the next SMP would not know of them.
+    Only the SMP knows the writers to its arenas and the state of the job, so it stays.  Arenas
+    whose files are gone cannot come back: the next admission counts them as lost.
     """
-    folder = service.environment.node_dir
-    while service.retiring or (is_at(lock, folder) and local.in_place()):
-        await asyncio.sleep(FOLDER_CHECK_SECONDS)
-    await service.kill_writers(service.writers.all())
-    raise ControlPlaneError(f"{folder}, or its socket, was removed: this SMP ends")
+
+    def __init__(self, service: SmpService, local: LocalServer, folder: NodeFolder) -> None:
+        self._service, self._local, self._folder = service, local, folder
+
+    async def run(self) -> None:
+        """Check until cancelled.  Where nothing can be made this SMP ends, and is replaced."""
+        while True:
+            await asyncio.sleep(FOLDER_CHECK_SECONDS)
+            self.check()
+
+    def check(self) -> None:
+        """Make again what is missing, unless this SMP is about to end."""
+        if self._service.retiring:
+            return
+        in_place = self._folder.in_place()
+        if not in_place:
+            log.error("%s was removed: it is made again", self._folder.directory)
+            self._folder.take(send_away=False)
+            self._service.write_files()
+            write_pid(self._folder.directory)
+        if not in_place or not self._local.in_place():
+            log.error("the socket in %s was removed: it is made again", self._folder.directory)
+            self._local.bind_again()
+
+
+def _if_full(error: BaseException) -> str:
+    """The cause of an error and the way out, if the node's folder had no room for a small file."""
+    if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    folder = Path(os.environ[NODE_DIR])
+    while not folder.is_dir():
+        folder = folder.parent
+    space = os.statvfs(folder)
+    return (
+        f"{folder} is full: beside its arenas a node needs {format_bytes(NOTES_BYTES)} for its "
+        f"notes there, and {format_bytes(space.f_bavail * space.f_frsize)} of "
+        f"{format_bytes(space.f_blocks * space.f_frsize)} are free, with {space.f_favail} files; "
+        "free some, enlarge the file system, or give another --arena-dir"
+    )
 
 
 def _write_ready(reserved: Path, ready: Path, endpoint: str) -> None:

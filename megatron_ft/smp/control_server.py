@@ -16,10 +16,15 @@ from megatron_ft.smp.state_machine import ORDERS
 
 
 class ControlServer:
-    """Serves one SmpService to the coordinator on ``server``, which is bound by the caller."""
+    """Serves one SmpService to the coordinator on ``server``, which is bound by the caller.
 
-    def __init__(self, service: SmpService, server: Server) -> None:
-        self._service, self._server = service, server
+    ``keep_folder`` is called before an incarnation is admitted.
+    """
+
+    def __init__(
+        self, service: SmpService, server: Server, keep_folder: Callable[[], None]
+    ) -> None:
+        self._service, self._server, self._keep_folder = service, server, keep_folder
         self._busy = asyncio.Lock()
 
     async def serve(self) -> None:
@@ -125,6 +130,7 @@ class ControlServer:
         highest = machine.highest_incarnation
         if request.incarnation <= highest:
             raise StaleIncarnationError(f"incarnation {highest} was here already")
+        self._keep_folder()
         service.change_state(highest_incarnation=request.incarnation)
         reach("smp.admitting")
         while service.writers.all():

@@ -9,6 +9,7 @@ import os
 import time
 from typing import Any
 
+from megatron_ft.arena import files
 from megatron_ft.core.errors import (
     ControlPlaneError,
     LayoutMismatchError,
@@ -46,6 +47,13 @@ class LocalServer:
             return self._path.lstat().st_ino == self._inode
         except OSError:
             return False
+
+    def bind_again(self) -> None:
+        """Make the socket's file again; connections that are open stay."""
+        self._server.socket.unbind(f"ipc://{self._path}")
+        files.clear(self._path)
+        listen_local(self._server.socket, self._path)
+        self._inode = self._path.lstat().st_ino
 
     async def serve(self) -> None:
         """Answer until cancelled."""

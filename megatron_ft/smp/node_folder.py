@@ -55,11 +55,11 @@ def make_node_dir(node_dir: Path) -> None:
     private_files.make_folder(node_dir)
 
 
-def lock_folder(directory: Path, job: str) -> BinaryIO:
-    """Hold the folder's lock for as long as the file is open.
+def lock_folder(directory: Path, job: str, *, send_away: bool = True) -> BinaryIO:
+    """Hold the folder's lock for as long as this process lives.
 
     ControlPlaneError if it is held by an SMP of another job, by one that this process cannot see
-    (another container's), or by one that does not go.
+    (another container's), or by one that does not go; without ``send_away`` by any SMP.
     """
     deadline = time.monotonic() + GIVE_WAY_SECONDS
     while True:
@@ -67,6 +67,9 @@ def lock_folder(directory: Path, job: str) -> BinaryIO:
             private_files.open_file(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT), "r+b", 0
         )
         if not _take(lock):
+            if not send_away:
+                lock.close()
+                raise ControlPlaneError(f"a newer SMP owns {directory}: this one ends")
             _send_away(directory, lock, job, deadline)
             lock.close()
         elif is_at(lock, directory):
@@ -88,11 +91,8 @@ def _take(lock: BinaryIO) -> bool:
 
 def is_at(lock: BinaryIO, directory: Path) -> bool:
     """True if the lock that is held is the file that others find in the folder."""
-    try:
-        there = (directory / LOCK_NAME).stat()
-    except OSError:
-        return False
-    return os.path.samestat(os.fstat(lock.fileno()), there)
+    path = directory / LOCK_NAME
+    return path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())
 
 
 def _sign(lock: BinaryIO, job: str) -> None:
@@ -142,11 +142,36 @@ def _ended(owner: Owner) -> bool:
         os.close(pidfd)
 
 
+class NodeFolder:
+    """A node's folder and its lock, which this process holds for as long as it lives."""
+
+    def __init__(self, directory: Path, job: str) -> None:
+        self.directory, self._job = directory, job
+        self._lock: BinaryIO | None = None
+
+    def take(self, *, send_away: bool = True) -> None:
+        """Make the folder and hold its lock; errors as of ``lock_folder``."""
+        directory = self.directory
+        make_node_dir(directory)
+        number = os.environ.get("SLURM_JOB_ID")
+        if number is not None:
+            private_files.rewrite_file(directory / SLURM_JOB, number.encode())
+        self.close()
+        self._lock = lock_folder(directory, self._job, send_away=send_away)
+
+    def in_place(self) -> bool:
+        """True if folder and lock are still in place."""
+        return self._lock is not None and is_at(self._lock, self.directory)
+
+    def close(self) -> None:
+        """Let the lock go."""
+        if self._lock is not None:
+            self._lock.close()
+
+
 def write_pid(directory: Path) -> None:
-    """Say which process the SMP of this folder is, and of which Slurm job."""
+    """Say which process the SMP of this folder is."""
     private_files.rewrite_file(directory / PID_NAME, str(os.getpid()).encode())
-    if number := os.environ.get("SLURM_JOB_ID"):
-        private_files.rewrite_file(directory / SLURM_JOB, number.encode())
 
 
 class NodeState(msgspec.Struct, frozen=True):

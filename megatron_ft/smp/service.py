@@ -114,6 +114,11 @@ class SmpService:
         if self.store.arenas:
             log.info("adopted %d arenas: %s", len(self.store.arenas), ", ".join(self.store.arenas))
 
+    def write_files(self) -> None:
+        """Write what this SMP knows into a folder that was made again."""
+        self.state.save(self.environment.node_dir)
+        self.writers.save()
+
     def change_state(self, **changes: Any) -> None:
         """Store a state beyond the life of this process, before anything relies on it."""
         state = msgspec.structs.replace(self.state, **changes)

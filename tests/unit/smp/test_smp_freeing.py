@@ -36,7 +36,7 @@ async def served(host: SmpService) -> AsyncIterator[SmpLink]:
     authenticator.configure_curve_callback("*", credentials_provider=keys)
     socket = Server(context, numbered=True)
     endpoint = keys.listen(socket.socket, "127.0.0.1")
-    server = ControlServer(host, socket)
+    server = ControlServer(host, socket, lambda: None)
     serving = asyncio.create_task(server.serve())
     link = SmpLink(context, "node0", endpoint, keys, lambda event: None)
     try:
