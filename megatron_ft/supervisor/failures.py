@@ -93,6 +93,13 @@ class RestartBudget:
             first=self.first or failure.text,
         )
 
+    def from_other_start(self) -> RestartBudget:
+        """The budget of a job whose next start is from another state than its last ones.
+
+        Earlier failures say nothing of that one.  The total stays.
+        """
+        return replace(self, failures=())
+
     @property
     def delay_seconds(self) -> float:
         """Wait before the next start: none after progress, else twice the last."""

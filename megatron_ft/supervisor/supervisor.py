@@ -234,8 +234,8 @@ class Supervisor:
         self._pacing.failed()
         if failure.training and (quiet := await self.coordinator.quiet_nodes()):
             failure = Failure(failure.text, NODE_LOST, quiet[0])
-        if failure.training:
-            await self._quarantine.training_failed()
+        if failure.training and await self._quarantine.training_failed():
+            self._budget = self._budget.from_other_start()
         committed = self.coordinator.committed
         iteration = -1 if committed is None else committed[1]
         saved = await self._quarantine.newest_saved()

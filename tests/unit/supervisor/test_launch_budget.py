@@ -50,6 +50,8 @@ def test_no_sequence_without_progress_leads_to_more_starts_than_stated(data: st.
         failure = replace(data.draw(FAILURES), text=f"world w{count}", cause=f"{count}")
         if data.draw(st.booleans()):
             failure = data.draw(FAILURES)
+        if data.draw(st.booleans()):
+            budget = budget.from_other_start()
         try:
             budget = budget.after(failure, -1)
         except RestartBudgetError:
@@ -116,6 +118,13 @@ def test_a_rollback_is_no_progress(events: list[tuple[Failure, int]]) -> None:
     for count, (failure, committed) in enumerate(events, start=1):
         budget = budget.after(failure, committed)
         assert budget.restarts_without_progress == count
+
+
+def test_failures_from_another_state_count_anew() -> None:
+    budget = RestartBudget().after(own(0), -1).after(own(1), -1).from_other_start()
+    budget = budget.after(own(0), -1).after(own(1), -1)
+    with pytest.raises(RestartBudgetError):
+        budget.after(own(0), -1)
 
 
 def test_what_the_framework_saves_is_progress_and_what_lay_there_before_is_none() -> None:
