@@ -32,18 +32,23 @@ MARK = ".megatron-ft-export.json"
 
 
 class ExportMark(msgspec.Struct, frozen=True):
-    """Job and snapshot that an export was made of."""
+    """Job and snapshot that an export was made of, and its folder's name.
+
+    A copy, or a folder that was renamed, is the user's own.
+    """
 
     job: uuid.UUID
     snapshot: SnapshotId
+    name: str
 
     @classmethod
     def of(cls, folder: Path) -> ExportMark | None:
         """The mark of a folder; None if it is no export."""
         try:
-            return msgspec.json.decode((folder / MARK).read_bytes(), type=cls)
+            mark = msgspec.json.decode((folder / MARK).read_bytes(), type=cls)
         except (OSError, *UNREADABLE):
             return None
+        return mark if mark.name == folder.name else None
 
 
 @contextmanager
@@ -62,7 +67,7 @@ def whole_folder(
         yield partial
         reach("export.written")
         shards.check()
-        mark = ExportMark(shards.job, shards.info.snapshot)
+        mark = ExportMark(shards.job, shards.info.snapshot, folder.name)
         (partial / MARK).write_bytes(msgspec.json.encode(mark))
         _sync(partial, disk)
         disk.rename(partial, folder)

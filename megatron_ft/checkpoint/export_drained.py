@@ -19,9 +19,10 @@ import os
 import shutil
 import socket
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +45,9 @@ from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, SnapshotId, on_lineage
 
 log = logging.getLogger(__name__)
+
+STALE_SECONDS = 3600.0
+"""Part of an export in which nothing was written for so long is of a process that was killed."""
 
 
 class Exported(NamedTuple):
@@ -140,7 +144,11 @@ def tidy(directory: Path, job: uuid.UUID, keep: int) -> None:
     for one in exports_in(directory, job)[:-keep]:
         _remove(one.folder, job)
     for part in directory.glob(partial_of(directory / "*", job).name):
-        shutil.rmtree(part)
+        # A younger one may be what `megatron-ft export` writes now.
+        with suppress(FileNotFoundError):
+            written = max(one.stat().st_mtime for one in (part, *part.rglob("*")))
+            if time.time() - written > STALE_SECONDS:
+                shutil.rmtree(part)
 
 
 def _remove(folder: Path, job: uuid.UUID) -> None:

@@ -316,7 +316,7 @@ def fill(
         data = arena.data(_waiting_slot(arena, manifest.snapshot), writable=True)
         here, there = arena.geometry.block_bytes, reader.header.block_bytes
         if here != there:
-            raise DrainError(
+            raise CheckpointDamagedError(
                 f"{reader.path} has digests of blocks of {there} bytes, {path} of {here}: export "
                 "the checkpoint with the release that wrote it, and start from the export"
             )

@@ -43,8 +43,14 @@ def _newest_of_megatron(directory: Path) -> Path | None:
 
 
 def _word(path: Path) -> str:
-    """Text of a small file, '' if there is none; after a power loss it may hold anything."""
-    return path.read_text(errors="replace").strip() if path.is_file() else ""
+    """Text of a small file, '' if there is none; after a power loss it may hold anything.
+
+    OSError where the storage does not answer.
+    """
+    try:
+        return path.read_text(errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return ""
 
 
 def _is_iteration(word: str) -> bool:
@@ -152,12 +158,21 @@ def disk_of(args: Any) -> DiskStart:
 
 
 def tracked_iteration(tracker: Path) -> int:
-    """The iteration that a tracker file names, 0 for a release, -1 if there is no such file."""
-    word = _word(tracker)
-    return (int(word) if word.isdigit() else 0) if tracker.is_file() else -1
+    """The iteration that a tracker file names, 0 for a release.
+
+    -1 if there is no such file, or if its storage does not answer: memory serves then.
+    """
+    try:
+        word = tracker.read_text(errors="replace").strip()
+    except OSError:
+        return -1
+    return int(word) if word.isdigit() else 0
 
 
 def noted(folder: Path) -> int:
     """The iteration whose checkpoint in this folder is to be resumed from, -1 for none."""
-    word = _word(folder / RESUME_NOTE)
+    try:
+        word = _word(folder / RESUME_NOTE)
+    except OSError:
+        return -1
     return int(word) if word.isdigit() else -1

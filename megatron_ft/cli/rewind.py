@@ -65,7 +65,11 @@ def main(arguments: argparse.Namespace) -> int:
 def _require_older(root: Path, arguments: argparse.Namespace) -> None:
     """Refuse, so that nothing changes, what memory cannot serve; ConfigError."""
     before, held = arguments.before_iteration, _in_memory(root, arguments)
-    if arguments.from_disk or any(iteration < before for iteration in held):
+    if any(iteration < before for iteration in held):
+        return
+    record = read_record(state_folder(arguments.job, arguments.state_dir), arguments.job)
+    disk = None if record is None else record.disk
+    if arguments.from_disk and (disk is None or disk.drain_dir or disk.checkpoint_dir):
         return
     there = f"holds iterations {', '.join(map(str, held))}" if held else "holds no snapshot"
     raise ConfigError(

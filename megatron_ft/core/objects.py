@@ -18,7 +18,7 @@ import msgspec
 from megatron_ft.core.errors import MegatronFTError, UndecodableError, UnencodableError
 from megatron_ft.core.object_classes import known_class, known_name, name_of
 
-MAGIC = b"MFTO\x02"
+MAGIC = b"MFTO\x03"
 """Four letters and the version of this layout."""
 
 MOST_DEPTH = 64

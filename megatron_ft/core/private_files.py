@@ -204,7 +204,12 @@ def spare_of(path: Path) -> Path:
 
 
 def _reserve(path: Path, length: int) -> None:
-    descriptor = open_file(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        descriptor = open_file(path, os.O_WRONLY | os.O_CREAT)
+    except UntrustedFileError:
+        # Nobody needs its content, so one with a wrong mode is made anew.
+        path.unlink()
+        descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         os.posix_fallocate(descriptor, 0, length)
     finally:

@@ -165,7 +165,9 @@ def test_a_shard_comes_back_as_it_was(memory: Memory, folder: Path, tmp_path: Pa
 
 def test_an_arena_with_other_digests_is_refused(folder: Path, tmp_path: Path) -> None:
     new = waiting(tmp_path / "new", block_bytes=4096)
-    with pytest.raises(DrainError, match=r"dp0\.safetensors has digests .*: export the"):
+    with pytest.raises(
+        CheckpointDamagedError, match=r"dp0\.safetensors has digests .*: export the"
+    ):
         fill(new.path("dp0"), folder, "dp0", read_manifest(folder))
     with Arena.open(new.path("dp0")) as arena:
         assert (arena.data(1) == 0xFF).all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,7 +72,7 @@ def have_exports(directory: Path, *known: tuple[int, SnapshotId]) -> list[Path]:
         folder = checkpoint_folder(directory, iteration)
         folder.mkdir()
         (folder / "data").touch()
-        (folder / MARK).write_bytes(msgspec.json.encode(ExportMark(JOB, snapshot)))
+        (folder / MARK).write_bytes(msgspec.json.encode(ExportMark(JOB, snapshot, folder.name)))
         point_tracker(directory, iteration)
         folders.append(folder)
     return folders
@@ -135,7 +137,19 @@ def test_only_the_newest_exports_stay_and_nothing_that_is_not_the_jobs(tmp_path:
 def test_what_a_killed_export_wrote_does_not_stay(tmp_path: Path) -> None:
     _, killed, newest = have_exports(tmp_path, *((n, SnapshotId(1, n)) for n in (1, 2, 3)))
     others = partial_of(killed, uuid.UUID(int=1 << 120))
-    killed.rename(partial_of(killed, JOB))
+    part = killed.rename(partial_of(killed, JOB))
     others.mkdir()
     tidy(tmp_path, JOB, 1)
+    assert part.exists(), "somebody may write it now"
+    for path in (*part.iterdir(), part):
+        os.utime(path, (0.0, 0.0))
+    tidy(tmp_path, JOB, 1)
     assert {path for path in tmp_path.iterdir() if path.is_dir()} == {newest, others}
+
+
+def test_a_copy_and_a_renamed_export_are_the_users_own(tmp_path: Path) -> None:
+    first, second, newest = have_exports(tmp_path, *((n, SnapshotId(1, n)) for n in (1, 2, 3)))
+    shutil.copytree(first, copy := tmp_path / "copy")
+    renamed = second.rename(tmp_path / "best")
+    tidy(tmp_path, JOB, 1)
+    assert {path for path in tmp_path.iterdir() if path.is_dir()} == {copy, renamed, newest}

@@ -69,7 +69,7 @@ def test_two_jobs_that_export_one_iteration_do_not_mix(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="not empty"):
             later.close()
     assert {path.name for path in folder.iterdir()} == {MARK, "second"}
-    assert ExportMark.of(folder) == ExportMark(OTHER, SnapshotId(1, 1))
+    assert ExportMark.of(folder) == ExportMark(OTHER, SnapshotId(1, 1), folder.name)
     assert list(tmp_path.iterdir()) == [folder]
 
 

@@ -122,12 +122,6 @@ def _as_encoder(path: Path) -> None:
         pass
 
 
-def _clean_pid(path: Path) -> None:
-    # Only shown to people: what cannot be trusted counts as no number at all.
-    if clean._read_pid(path) != 12:
-        raise MegatronFTError("choose none")
-
-
 FILES = {
     "arena": Kind(_arena, lambda path: Arena.open(path).close()),
     "state file with the secret": Kind(
@@ -141,7 +135,6 @@ FILES = {
         _file("writers.json", b"[]"), lambda path: Writers(path.parent, print).adopt()
     ),
     "smp.json": Kind(_file("smp.json", b"{}"), private_files.read_file),
-    "smp.pid": Kind(_file("smp.pid", b"12"), _clean_pid),
     "smp.lock of the SMP": Kind(
         _file("smp.lock", b""), lambda path: lock_folder(path.parent, "job").close()
     ),
@@ -224,7 +217,7 @@ def refused(kind: Kind, path: Path) -> None:
         opens(kind, path)
     message = str(caught.value)
     assert any(word in message for word in ADVICE), message
-    assert kind.open is _clean_pid or path.name in message, message
+    assert path.name in message, message
     assert "damaged" not in message and CANARY.decode() not in message, message
 
 
