@@ -62,6 +62,8 @@ class Urgency:
         if spares_gone:
             present.add("a node is lost and no spare is left: the next loss stops the job")
         late = self.margin + SAFETY_FACTOR * slowest
+        if self.ends_at is not None and not slowest:
+            present.add("the job's time is limited, and the first drain shows how long one takes")
         if self.ends_at is not None and now >= self.ends_at - late:
             present.add("the job's time ends")
         fresh, self._given = present - self._given, present
@@ -223,8 +225,12 @@ class Drains:
             if self._ending:
                 return
             self._news.clear()
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._news.wait(), self._coordinator.timing.heartbeat)
+            # Not wait_for: before Python 3.12 it loses a cancel that comes with the news.
+            news = asyncio.ensure_future(self._news.wait())
+            try:
+                await asyncio.wait({news}, timeout=self._coordinator.timing.heartbeat)
+            finally:
+                news.cancel()
             self._look_for_urgency()
 
     def _look_for_urgency(self) -> None:
@@ -276,6 +282,8 @@ class Drains:
         if reason:
             text = f"iteration {plan.iteration} could not be written to disk; training continues, "
             self._failed(f"{text}and what was there stays: {reason}")
+            with suppress(MegatronFTError, OSError):
+                await self._run("clear", {nodes[0]: plan})
             return
         seconds = time.monotonic() - started
         self._slowest = max(self._slowest, seconds)

@@ -145,6 +145,7 @@ class Incarnation:
             # Nodes answer after their earlier events, perhaps why this rank could not begin.
             await self.coordinator.refresh()
         registration.check_fit()
+        registration.check_shards(self.plan.decision.stripes)
         return self._trainer_failure(first)
 
     def _trainer_failure(self, first: TrainerExit) -> Failure:

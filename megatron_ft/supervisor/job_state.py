@@ -140,6 +140,10 @@ class JobState:
         self._record = record
         return record
 
+    def keep(self, **changes: Any) -> None:
+        """Change these fields in memory; the next ``update`` writes them."""
+        self._record = msgspec.structs.replace(self._record, **changes)
+
     def _require_folder(self) -> None:
         """Have the folder and our lock in it; notes of another job there stay as they are."""
         assert self._lock is not None, "the state was closed"

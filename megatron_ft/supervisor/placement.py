@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron_ft.core.errors import ConfigError
@@ -34,7 +34,7 @@ def choose_active(nodes: Sequence[str], count: int, domains: Domains, scheme: Sc
 
 
 MOST_TRIED = 10_000
-"""Choices of spares that are compared at most."""
+"""Choices of domains that are compared at most."""
 
 
 def choose_spares(
@@ -53,16 +53,30 @@ def choose_spares(
     enough spares.
     """
 
-    def cost(chosen: Iterable[str]) -> tuple[int, int]:
-        moved = {node: domain_of(n, domains) for node, n in zip(lost, chosen, strict=True)}
+    def cost(word: Sequence[str]) -> tuple[int, int]:
+        moved = dict(zip(lost, word, strict=True))
         names = [moved.get(node, domain_of(node, domains)) for node in active]
         counts = [Counter(names[i] for i in stripe) for stripe in stripes]
         excess = sum(max(0, n - most) for count in counts for n in count.values())
         return excess, sum(name != domain_of(node, domains) for node, name in moved.items())
 
-    choices = itertools.islice(itertools.permutations(spares, len(lost)), MOST_TRIED)
-    best = min(choices, key=cost)
-    return dict(zip(lost, best, strict=True))
+    # Spares of one domain are alike, so a choice is a word of domains.
+    free = Counter(domain_of(spare, domains) for spare in spares)
+    best = min(itertools.islice(_words(free, len(lost)), MOST_TRIED), key=cost)
+    queues = {domain: iter(names) for domain, names in members_of(spares, domains).items()}
+    return {node: next(queues[domain]) for node, domain in zip(lost, best, strict=True)}
+
+
+def _words(free: Counter[str], length: int) -> Iterator[tuple[str, ...]]:
+    """Every word of so many domains, none more often than it is ``free``."""
+    if not length:
+        yield ()
+        return
+    for domain in [one for one in free if free[one]]:
+        free[domain] -= 1
+        for rest in _words(free, length - 1):
+            yield (domain, *rest)
+        free[domain] += 1
 
 
 def stripes_by_position(

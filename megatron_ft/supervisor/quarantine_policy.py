@@ -177,12 +177,13 @@ class QuarantinePolicy:
             self._coordinator.repairs.lost.discard((body.shard_id, body.snapshot))
 
     def _remember(self, quarantine: Quarantine) -> None:
-        """Put a quarantine in force, unless its note fails: that is an event."""
+        """Put a quarantine in force; if its note fails, until this supervisor ends."""
         try:
             self._state.update(quarantine=quarantine)
         except StaleIncarnationError:
             raise
         except ControlPlaneError as error:
+            self._state.keep(quarantine=quarantine)
             self._coordinator.observers.emit("notes_unwritten", str(error))
 
 

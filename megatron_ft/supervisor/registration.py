@@ -106,6 +106,15 @@ class Registration:
             )
         return rule
 
+    def check_shards(self, stored: Sequence[StripeState]) -> None:
+        """LayoutMismatchError if a rank brings a shard that the ``stored`` stripes do not have."""
+        known = {shard for stripe in stored for shard in stripe.members}
+        if stored and (strange := self.hellos.keys() - known):
+            raise LayoutMismatchError(
+                f"the job's snapshots have no shard {min(strange)}, which a rank brings: another "
+                f"parallel shape. {OTHER_SHAPE}"
+            )
+
     def stripes(
         self, stored: Sequence[StripeState], scheme: Scheme, block_bytes: int
     ) -> tuple[StripeState, ...]:

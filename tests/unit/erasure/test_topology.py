@@ -134,6 +134,15 @@ def test_spares_keep_the_rule_if_any_choice_does(
     assert broken(chosen) == min(broken(dict(zip(lost, p, strict=True))) for p in every)
 
 
+def test_many_spares_of_one_domain_do_not_hide_another() -> None:
+    """There are more orders of 20 spares than are compared."""
+    active, lost = [f"n{i}" for i in range(8)], ["n0", "n2", "n4", "n6"]
+    spares = [f"a{i}" for i in range(10)] + [f"b{i}" for i in range(10)]
+    names = {n: "a" for n in (*active, *spares[:10])} | dict.fromkeys(spares[10:], "b")
+    chosen = choose_spares(active, lost, spares, [{0, 1}, {2, 3}, {4, 5}, {6, 7}], names, 1)
+    assert list(chosen.values()) == ["b0", "b1", "b2", "b3"]
+
+
 def test_without_domains_spares_are_taken_in_order() -> None:
     assert choose_spares(["a", "b"], ["b", "a"], ["s", "t"], [{0, 1}], {}, 1) == {
         "b": "s", "a": "t"

@@ -61,6 +61,12 @@ def test_the_last_spare_is_a_reason() -> None:
     assert "no spare is left" in told[1]
 
 
+def test_a_job_with_a_time_limit_drains_once_early_to_know_how_long_that_takes() -> None:
+    urgency = Urgency(ends_at=1000.0)
+    assert "how long one takes" in urgency.poll(1.0, spares_gone=False, slowest=0.0)
+    assert not urgency.poll(2.0, spares_gone=False, slowest=5.0)
+
+
 @given(st.floats(1, 1e4), st.floats(0, 100), st.floats(0.1, 100), st.floats(0.1, 5))
 @settings(derandomize=True, deadline=None)
 def test_the_drain_before_the_time_limit_has_time_to_end(
