@@ -105,10 +105,16 @@ class Agreement:
 
     def _appears(self, key: str, deadline: float) -> bool:
         # Asked again and again: a wait would hold the client that process groups use as well.
-        while not self._store.check([key]):
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_POLL_SECONDS)
+        try:
+            while not self._store.check([key]):
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(_POLL_SECONDS)
+        except RuntimeError as error:
+            raise ControlPlaneError(
+                f"rank {self._rank} lost the job's key-value store, which rank 0 or the launcher "
+                f"serves: {error}"
+            ) from error
         return True
 
 

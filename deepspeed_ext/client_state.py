@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 from megatron_ft.config.json_section import CONSTANT, COUNTERS, FOLLOWS_ENGINE
 from megatron_ft.trainer.manager import active_clients
@@ -151,6 +152,22 @@ class ClientState:
     def _unexplained(self, entries: Mapping[str, Any]) -> list[str]:
         """Entries that cannot be told for another step."""
         return sorted(entries.keys() - self._declared.keys())
+
+    def watch_optimizers(self, own: Callable[[], Any]) -> Any:
+        """Note every optimizer of torch that steps beside the engine's; a handle that ends it.
+
+        ``own`` gives the engine's, which a load may replace.
+        """
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        known = WeakSet([own()])
+
+        def stepping(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+            if optimizer not in known and optimizer is not own():
+                self._outside.add(f"a second optimizer ({type(optimizer).__name__})")
+            known.add(optimizer)
+
+        return register_optimizer_step_pre_hook(stepping)
 
     def _found_outside(self) -> list[str]:
         """Names of the clients and schedulers around the engine, of all that were seen so far."""

@@ -83,7 +83,8 @@ def run_of(engine: Any) -> EngineRun | None:
 def _attaching(original: Function) -> Function:
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if _section_of(self) is not None:
+        # An engine that only evaluates, as a frozen model beside the trained one, has none.
+        if getattr(self, "checkpoint_engine", None) is not None and _section_of(self) is not None:
             attach(self)
 
     return initialise

@@ -100,6 +100,7 @@ class EngineRun:
         self._checkpoints = Checkpoints(engine)
         self._data = DataPosition(engine)
         self._client_state = ClientState(engine, section.client_state, section.follows_engine)
+        self._optimizers: Any = None
         self._decided = self._began = False
         self._restored = ""
         self._failure: Exception | None = None
@@ -191,6 +192,7 @@ class EngineRun:
             # With 3 ranks wait for each other all along, so none has a part of its own.
             self._manager.watch.follow(self._engine.module.parameters())
         self._manager.register_fence(state.inner_optimizer)
+        self._optimizers = self._client_state.watch_optimizers(lambda: state.inner_optimizer)
         if warning := self._data.warning():
             self._print(f"warning: {warning}")
         self._warn_of_objection()
@@ -242,6 +244,8 @@ class EngineRun:
         """End captures and leave; a second call does nothing."""
         # Else the engine would live as long as the process.
         atexit.unregister(self.close)
+        if self._optimizers is not None:
+            self._optimizers.remove()
         manager, self._manager, self._state = self._manager, None, None
         if manager is not None:
             manager.close()

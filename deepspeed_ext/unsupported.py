@@ -126,13 +126,14 @@ REFUSALS = (
         "DeepSpeed cannot restore this sampler exactly; set it to false, or sort the data before",
     ),
     Refusal(
-        "checkpoint.writer.decoupled",
-        "a checkpoint is named before all of it is written; set it to false",
+        "checkpoint.writer",
+        "its checkpoints cannot be loaded, or are named before they are written; remove it",
+        lambda section: True,
     ),
     Refusal(
         "datastates_ckpt",
         "its checkpoints never reach `latest`; remove it",
-        lambda section: True,
+        lambda section: section is not False,
     ),
     Refusal(
         "optimizer.type",

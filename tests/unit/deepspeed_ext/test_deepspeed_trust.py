@@ -48,3 +48,16 @@ def test_a_schedule_that_the_engine_does_not_have_is_seen() -> None:
     schedule = _schedule(optimizer)
     assert "a learning rate scheduler that deepspeed.initialize did not get" in part.objection()
     assert not ClientState(_engine(optimizer, schedule), follows=True).objection()
+
+
+def test_a_second_optimizer_is_seen_when_it_steps() -> None:
+    own, other = _optimizer(), _optimizer()
+    part = ClientState(_engine(own), follows=True)
+    handle = part.watch_optimizers(lambda: own)
+    try:
+        own.step()
+        assert not part.objection()
+        other.step()
+        assert "a second optimizer (SGD)" in part.objection()
+    finally:
+        handle.remove()

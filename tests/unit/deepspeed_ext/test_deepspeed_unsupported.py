@@ -49,7 +49,7 @@ REFUSED = {
         zero_quantized_nontrainable_weights=True
     ),
     "compile.deepcompile": {"compile": {"deepcompile": True, "offload_opt_states": True}},
-    "checkpoint.writer.decoupled": {"checkpoint": {"writer": {"decoupled": True}}},
+    "checkpoint.writer": {"checkpoint": {"writer": {"type": "FAST"}}},
     "datastates_ckpt": {"datastates_ckpt": {"host_cache_size": 16}},
     "hybrid_engine.enabled": {"hybrid_engine": {"enabled": True}},
     "data_efficiency.data_sampling.curriculum_learning.enabled": {
