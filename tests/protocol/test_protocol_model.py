@@ -243,25 +243,27 @@ HOLES: dict[Callable[[pytest.MonkeyPatch], None], Hole] = {
     holes.local_is_enough: Hole("no newer one is protected everywhere"),
     holes.protected_is_enough: Hole("I2b: "),
     holes.per_rank_skip: Hole("it is being captured"),
-    holes.iteration_is_identity: Hole("would be served as", 6, "xor:3, 3 slots", RESTARTS),
+    holes.iteration_is_identity: Hole("would be served as", 48, "xor:3, 3 slots", RESTARTS),
     holes.no_fence: Hole("run at once", 13, bias=LONG_SLEEP),
-    holes.no_wait_for_writers: Hole("would be rebuilt from parity of", 2, bias=SLOW_DEATH),
+    holes.no_wait_for_writers: Hole("would be rebuilt from parity of", 127, bias=SLOW_DEATH),
     holes.encode_early: Hole("it is being captured"),
     holes.digests_at_home: Hole("nobody can verify"),
     holes.parity_stays_valid: Hole("would be rebuilt from parity of"),
     holes.target_counts_as_whole: Hole("would be served as"),
-    holes.anybody_owns: Hole("starts from nothing", 26, bias=COME_AND_GO),
+    holes.anybody_owns: Hole("starts from nothing", 89, bias=COME_AND_GO),
     holes.shadows: Hole("I2: ", 58),
     holes.no_pins: Hole("while pinned", shape="xor:3, readers", bias=SLOW_READERS),
     holes.no_second_look: Hole("a reader took", shape="xor:3, readers", bias=SLOW_READERS),
-    holes.drain_unpinned: Hole("while pinned", 12, "replica, disk", bias=SLOW_DRAINS),
+    holes.drain_unpinned: Hole("while pinned", 39, "replica, disk", bias=SLOW_DRAINS),
     holes.lease_ends_nobody: Hole("run at once", shape="replica, disk", bias=CUTS),
     holes.replaced_at_once: Hole("run at once", 9, "replica, disk", CUTS),
     holes.late_words_obeyed: Hole("after a newer one", 2, "replica, disk", RESTARTS),
     holes.tidied_by_an_older_incarnation: Hole(
         "gone from the disk", 7, "replica, disk", LATE_DRAINS
     ),
-    holes.published_and_tidied_at_once: Hole("gone from the disk", 7, "replica, disk", LATE_DRAINS),
+    holes.published_and_tidied_at_once: Hole(
+        "gone from the disk", 59, "replica, disk", LATE_DRAINS
+    ),
     holes.encoded_again: Hole("must be served", 8, "xor:3, 2 stripes, resets", LATE_AND_LOST),
     holes.notes_ignored: Hole("rolled back and is served", 402, "replica, disk", CUTS_ONLY),
 }

@@ -138,13 +138,13 @@ def test_the_worst_is_told_first() -> None:
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_six_random_faults(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_three_random_faults(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found, table = tmp_path / "found.json", tmp_path / "table.md"
-    words = ["--seed", "20", "--minutes", "4", "--faults", "6", "--jobs", "2"]
+    words = ["--seed", "20", "--minutes", "4", "--faults", "3", "--jobs", "2"]
     code = main([*words, "--json", str(found), "--markdown", str(table)])
     out = capfd.readouterr().out
     assert code == 0, out
     episodes = json.loads(found.read_text())
-    assert len(episodes) >= 3 and {e["outcome"] for e in episodes} <= {j.RIGHT, j.HONEST}
+    assert len(episodes) >= 2 and {e["outcome"] for e in episodes} <= {j.RIGHT, j.HONEST}
     summary = re.search(r"(\d+) faults in \d+ jobs, 0 promises broken", table.read_text())
-    assert summary and int(summary[1]) >= 6, table.read_text()
+    assert summary and int(summary[1]) >= 3, table.read_text()

@@ -96,6 +96,7 @@ def test_more_losses_than_parity_take_the_disk_and_a_failure_says_how_to_repeat_
     assert chaos.in_words(wrong) == "FAILED" and chaos.as_json(wrong)["problems"]
 
 
+@pytest.mark.all_layouts
 def test_a_command_of_the_user_is_run_and_compared_by_its_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
