@@ -208,6 +208,8 @@ def _reserve(path: Path, length: int) -> None:
         descriptor = open_file(path, os.O_WRONLY | os.O_CREAT)
     except UntrustedFileError:
         # Nobody needs its content, so one with a wrong mode is made anew.
+        if path.is_dir():
+            raise
         path.unlink()
         descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:

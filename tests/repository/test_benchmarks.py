@@ -79,6 +79,7 @@ def test_a_row_without_samples_says_why() -> None:
     assert (found["median"], found["met"]) == (None, None)
 
 
+@pytest.mark.all_layouts
 def test_the_table_is_printed_whole(tmp_path: Path) -> None:
     """The smallest run of what takes no job; its limits mean nothing on so little."""
     command = [sys.executable, "-m", "benchmarks", "capture", "coding", "--mib", "16"]
@@ -99,6 +100,7 @@ def resident(field: str) -> int:
     return int(text.partition(f"{field}:")[2].split()[0]) << 10
 
 
+@pytest.mark.all_layouts
 def test_who_is_ended_early_gets_the_rows_that_there_are(tmp_path: Path) -> None:
     """A machine with a GPU is lent for minutes."""
     rows = tmp_path / "rows.json"
@@ -130,12 +132,14 @@ def test_a_part_that_fails_costs_no_other(tmp_path: Path) -> None:
     assert "Not measured, at the beginning: FileNotFoundError: " in ended.stdout
 
 
+@pytest.mark.all_layouts
 def test_what_takes_milliseconds_has_three_turns_a_round() -> None:
     """A shared machine copies at half its speed for longer than one of them takes."""
     rows = [row for part in memory.parts(16, 2, "cpu", SHARED_MEMORY) for row in part]
     assert {row.name: len(row.samples) for row in rows} == {row.name: 6 for row in rows}
 
 
+@pytest.mark.all_layouts
 def test_a_job_that_takes_too_long_costs_no_other() -> None:
     # Longer paths would not fit into the address of a socket.
     with tempfile.TemporaryDirectory() as folder:
@@ -148,6 +152,7 @@ def test_a_job_that_takes_too_long_costs_no_other() -> None:
         assert not os.listdir(folder)
 
 
+@pytest.mark.all_layouts
 def test_a_benchmark_that_is_ended_leaves_no_job_behind() -> None:
     """The SMP of a job that has not finished would keep the memory for a next incarnation."""
     # Longer paths would not fit into the address of a socket.
@@ -187,6 +192,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.all_layouts
 def test_ranks_that_save_unevenly_go_on_together() -> None:
     """Whoever continued alone would wait for the other for ever."""
     port, command = str(free_port()), [sys.executable, "-c", UNEVEN]
@@ -402,6 +408,7 @@ def test_a_control_saves_in_no_phase(control: bool) -> None:
     assert [one["saved"] for (one,) in measured] == [0.0, float(not control)] * 2
 
 
+@pytest.mark.all_layouts
 @pytest.mark.slow
 def test_a_job_saves_in_every_second_phase() -> None:
     # Longer paths would not fit into the address of a socket.
@@ -414,6 +421,7 @@ def test_a_job_saves_in_every_second_phase() -> None:
     assert saved[1::2] == [True] * 2
 
 
+@pytest.mark.all_layouts
 def test_bare_copies_are_made_in_every_second_iteration(tmp_path: Path) -> None:
     jobs = Jobs(1, "cpu", tmp_path, 240.0)
     small = {"tensors": 2, "mib": 1, "work": 8, "phase": 40, "every": 2}
@@ -429,6 +437,7 @@ Path(out).write_text(interval)
 """
 
 
+@pytest.mark.all_layouts
 @pytest.mark.slow
 @pytest.mark.parametrize(("plan", "interval"), [({}, 1), ({"every": 2}, 2)])
 def test_a_job_is_told_how_often_to_save(

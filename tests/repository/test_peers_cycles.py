@@ -42,6 +42,7 @@ def incarnation(server: ForkServer, folder: Path) -> Found:
     return read(WAY, folder)
 
 
+@pytest.mark.all_layouts
 def test_each_incarnation_loads_what_the_last_has_saved(server: ForkServer, tmp_path: Path) -> None:
     """A save of two incarnations ago has the right names and shapes, but not the values."""
     assert incarnation(server, tmp_path).loads == ()

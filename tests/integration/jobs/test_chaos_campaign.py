@@ -135,6 +135,7 @@ def test_the_worst_is_told_first() -> None:
     assert rule(replace(OLDER, end="hang", starts=()), SINCE, 0).outcome == j.LOST
 
 
+@pytest.mark.all_layouts
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.timeout(600)

@@ -411,6 +411,7 @@ def _wait_for(process: subprocess.Popen[str], words: str, seconds: float = 300.0
         read += part
 
 
+@pytest.mark.all_layouts
 @real
 def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
     before = set(default_root().glob("demo-*"))

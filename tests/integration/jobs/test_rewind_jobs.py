@@ -88,7 +88,13 @@ def test_a_stopped_job_goes_on_from_before_what_was_given_up_in_memory_and_on_di
     assert not difference(job.result(), two), job.story()
 
 
-@pytest.mark.parametrize("earlier", [0, 1], ids=["given up", "passed over"])
+@pytest.mark.parametrize(
+    "earlier",
+    [
+        pytest.param(0, id="given up", marks=pytest.mark.all_layouts),
+        pytest.param(1, id="passed over"),
+    ],
+)
 def test_what_the_framework_saved_and_the_job_goes_behind_is_no_last_resort(
     made: list[Job], tmp_path: Path, earlier: int
 ) -> None:

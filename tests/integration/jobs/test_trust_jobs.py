@@ -159,6 +159,7 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
     assert "2 repaired; 0 shards count as lost" in status.render("job", view)
 
 
+@pytest.mark.all_layouts
 def test_more_blocks_than_one_report_lists_are_repaired_one_report_after_the_other(
     tmp_path: Path,
 ) -> None:

@@ -23,6 +23,7 @@ def needs(program: Program) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not program.installed, reason=reason)
 
 
+@pytest.mark.all_layouts
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "tensors"),

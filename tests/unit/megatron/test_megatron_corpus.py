@@ -54,6 +54,7 @@ assert len(data.document_indices) == len(wanted) + 1
 """
 
 
+@pytest.mark.all_layouts
 @pytest.mark.megatron
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
