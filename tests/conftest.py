@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Everything that CI leaves out as it takes too long: every cell of Megatron's matrix "
         "of layouts, not only those that pair all values; every cell after a crash too, not only "
         "after the loss of nodes; every way to cut a network and to suspend a process; longer "
-        "jobs on Slurm.",
+        "jobs on Slurm; the random campaign; jobs of the benchmarks.",
     )
 
 

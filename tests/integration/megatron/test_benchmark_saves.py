@@ -32,13 +32,13 @@ def needs(program: Program) -> pytest.MarkDecorator:
         pytest.param(
             DEEPSPEED,
             "2,016",
-            marks=[pytest.mark.deepspeed, pytest.mark.all_layouts, needs(DEEPSPEED)],
+            marks=[pytest.mark.deepspeed, needs(DEEPSPEED)],
             id="deepspeed",
         ),
         pytest.param(
             MEGATRON,
             "1,936",
-            marks=[pytest.mark.megatron, pytest.mark.all_layouts, needs(MEGATRON)],
+            marks=[pytest.mark.megatron, needs(MEGATRON)],
             id="megatron",
         ),
     ],
