@@ -5,11 +5,17 @@ A data region holds tensors, then the small objects ("meta"), then a table with 
 digest root covers the table and the sealed record, so 32 bytes vouch for everything.
 Digests find accidents (memory errors, stray writes, wrong blocks), not forgery: who
 can write an arena can write its digests.
+
+The CRC of a run of blocks is computed from the blocks' own, without reading them.  A CRC of A and B
+together is the CRC of A, moved on by as many zeros as B has bytes, plus (xor) the CRC of B, where
+both begin with and are inverted at the end by ones, as CRC-64/XZ is.  Moving on is linear over
+GF(2), so 64 single bits tell all of it; they are moved on by the CRC's own code.
 """
 
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -22,6 +28,53 @@ from megatron_ft.core.errors import ArenaCorruptError, ArenaError
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 
 Table = NDArray[np.uint64]
+
+
+def joined_crcs(crcs: Table, block_bytes: int, run: int) -> Table:
+    """CRC-64/XZ of each whole run of ``run`` neighbours, all of whose blocks have one length."""
+    return _joined(crcs[: crcs.size // run * run].reshape(-1, run), block_bytes, 1)
+
+
+def _joined(runs: Table, block_bytes: int, blocks: int) -> Table:
+    """Join the CRCs of each row, of ``blocks`` blocks each, pair by pair until one is left."""
+    if runs.shape[1] == 1:
+        alone: Table = runs[:, 0].copy()
+        return alone
+    if runs.shape[1] % 2:
+        before = _joined(runs[:, :-1], block_bytes, blocks)
+        return _moved_on(before, block_bytes, blocks) ^ runs[:, -1]
+    pairs = _moved_on(runs[:, ::2], block_bytes, blocks) ^ runs[:, 1::2]
+    return _joined(pairs, block_bytes, 2 * blocks)
+
+
+def _moved_on(crcs: Table, block_bytes: int, blocks: int) -> Table:
+    """The CRCs after ``blocks`` more blocks of zeros; ``blocks`` is a power of two."""
+    # Lowest byte first, as in the table.
+    bytes_of = np.ascontiguousarray(crcs, "<u8").view(np.uint8).reshape(*crcs.shape, 8)
+    moved = np.zeros(crcs.shape, np.uint64)
+    for at, images in enumerate(_images(block_bytes, blocks)):
+        moved ^= images.take(bytes_of[..., at])
+    return moved
+
+
+@lru_cache(maxsize=32)
+def _images(block_bytes: int, blocks: int) -> Table:
+    """Table of the moved CRC for each value of each byte of a CRC, lowest byte first."""
+    bits, images = _bits(block_bytes, blocks).reshape(8, 8), np.zeros((8, 1), np.uint64)
+    for number in range(8):
+        images = np.concatenate([images, images ^ bits[:, number : number + 1]], axis=1)
+    return images
+
+
+@lru_cache(maxsize=32)
+def _bits(block_bytes: int, blocks: int) -> Table:
+    """The moved CRC of each single bit, lowest bit first."""
+    if blocks > 1:
+        return _moved_on(_bits(block_bytes, blocks // 2), block_bytes, blocks // 2)
+    zeros, library = np.zeros(block_bytes, np.uint8), isal.load()
+    nothing = library.crc64(zeros)
+    return np.array([library.crc64(zeros, 1 << bit) ^ nothing for bit in range(64)], np.uint64)
+
 
 ALIGNMENT = 64
 ENTRY_BYTES = 8
@@ -187,8 +240,12 @@ class BlockCheck:
     GIL.  ``blocks`` is how many precede ``digest_offset``.
     """
 
-    def __init__(self, data: Bytes, record: SealedRecord, block_bytes: int) -> None:
-        """Compares table and record with the root first; block_bytes is as it was sealed."""
+    def __init__(self, data: Bytes, record: SealedRecord, block_bytes: int, run: int = 1) -> None:
+        """Compares table and record with the root first; block_bytes is as it was sealed.
+
+        Runs of ``run`` blocks, from multiples of it on, are checked in one call each: threads
+        wait for the GIL between calls.
+        """
         covered = min(max(record.digest_offset, 0), data.size)
         self.blocks = table_entries(covered, block_bytes)
         self._data, self._block_bytes = data[:covered], block_bytes
@@ -196,6 +253,9 @@ class BlockCheck:
         table = digest_table(data, record) if fits(data.size, record) else None
         sealed = table is not None and digest_root(table, record) == record.digest_root
         self._table = table if sealed and table is not None and table.size == self.blocks else None
+        self._run, self._runs = run, np.empty(0, np.uint64)
+        if run > 1 and self._table is not None:
+            self._runs = joined_crcs(self._table[: covered // block_bytes], block_bytes, run)
 
     def bad(self, first: int, stop: int) -> list[int]:
         """Numbers of the blocks from ``first`` to before ``stop`` without the sealed bytes.
@@ -205,6 +265,10 @@ class BlockCheck:
         if self._table is None:
             return list(range(first, max(stop, first + 1)))
         piece = self._data[first * self._block_bytes : stop * self._block_bytes]
+        number, rest = divmod(first, self._run)
+        if not rest and stop - first == self._run and number < self._runs.size:
+            if isal.crc64(piece) == self._runs[number]:
+                return []
         return wrong_blocks(piece, first, self._table[first:stop], self._block_bytes)
 
 

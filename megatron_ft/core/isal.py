@@ -51,9 +51,9 @@ class IsaL:
         self._invert = _typed(library.gf_invert_matrix, number, pointer, pointer, number)
         self._mul = _typed(library.gf_mul, ctypes.c_ubyte, ctypes.c_ubyte, ctypes.c_ubyte)
 
-    def crc64(self, buffer: Bytes) -> int:
-        """CRC-64 with the ECMA-182 polynomial, reflected (CRC-64/XZ)."""
-        return int(self._crc64(0, _address(buffer), buffer.nbytes))
+    def crc64(self, buffer: Bytes, before: int = 0) -> int:
+        """CRC-64 with the ECMA-182 polynomial, reflected (CRC-64/XZ), resuming from another's."""
+        return int(self._crc64(before, _address(buffer), buffer.nbytes))
 
     def crc64_blocks(self, buffer: Bytes, block_bytes: int, out: npt.NDArray[np.uint64]) -> None:
         """``crc64`` of each block into ``out``; the last block may be short.

@@ -18,7 +18,7 @@ from megatron_ft.core.shard import LayoutEntry, Meta, ShardLayout, unpack_meta
 from megatron_ft.trainer.binding import live_part, region_tensor, stored_view
 from megatron_ft.trainer.copier import CopyItem
 from megatron_ft.trainer.cpu import is_plain_memory
-from megatron_ft.trainer.fill import BlockRanges, VerifiedCopy, copy_in_threads
+from megatron_ft.trainer.fill import BlockRanges, VerifiedCopy, chunk_blocks, copy_in_threads
 from megatron_ft.trainer.identity_check import (
     Filled,
     PlainLayout,
@@ -50,7 +50,9 @@ class SealedShard:
         header = arena.header
         self.region, self.record = arena.data(slot), record
         self.block_bytes = header.geometry.block_bytes
-        self.check = BlockCheck(self.region, record, self.block_bytes)
+        self.check = BlockCheck(
+            self.region, record, self.block_bytes, run=chunk_blocks(self.block_bytes)
+        )
         self._report = report
         self._name = f"shard {record.shard_id}, snapshot {record.snapshot}, slot {slot} of"
         self._name += f" {arena.path}"

@@ -271,24 +271,38 @@ def test_digesting_leaves_the_interpreter_to_other_threads(eager_threads: None) 
     assert any(ran_beside(block) for _ in range(20))
 
 
-@given(st.integers(0, 5000), st.integers(1, 7), st.data())
+@given(st.integers(0, 5000), st.integers(1, 7), st.booleans(), st.data())
 def test_runs_of_blocks_find_what_one_look_finds(
-    tensor_bytes: int, run: int, data: st.DataObject
+    tensor_bytes: int, run: int, joined: bool, data: st.DataObject
 ) -> None:
     region, record = sealed(tensor_bytes, b"objects")
     for at in data.draw(st.lists(st.integers(0, record.used_bytes - 1), max_size=3)):
         region[at] ^= 1
-    check = digest.BlockCheck(region, record, BLOCK)
+    check = digest.BlockCheck(region, record, BLOCK, run if joined else 1)
     starts = range(0, check.blocks, run)
     found = [number for at in starts for number in check.bad(at, min(at + run, check.blocks))]
     assert found == digest.verify_shard(region, record, BLOCK)
 
 
-def test_any_blocks_may_be_asked_about() -> None:
+@pytest.mark.parametrize("run", [1, 2, 3, 4])
+def test_any_blocks_may_be_asked_about_not_only_a_run(run: int) -> None:
     region, record = sealed(20 * BLOCK + 9, b"objects")
     for damaged in range(0, 20, 3):
         region[damaged * BLOCK + 77] ^= 1
-        check = digest.BlockCheck(region, record, BLOCK)
+        check = digest.BlockCheck(region, record, BLOCK, run)
         for first, stop in itertools.combinations(range(check.blocks + 1), 2):
             assert check.bad(first, stop) == [damaged] * (first <= damaged < stop)
         region[damaged * BLOCK + 77] ^= 1
+
+
+@given(st.integers(1, 300), st.integers(1, 9), st.integers(0, 4), st.integers(0, 99))
+def test_crcs_of_runs_follow_from_those_of_blocks(
+    block: int, run: int, runs: int, more: int
+) -> None:
+    content = dirty_region(block * (run * runs + more % run), block)
+    crcs = np.array(
+        [isal.crc64(content[at : at + block]) for at in range(0, content.size, block)], np.uint64
+    )
+    long = run * block
+    expected = [isal.crc64(content[at * long : (at + 1) * long]) for at in range(runs)]
+    assert digest.joined_crcs(crcs, block, run).tolist() == expected
