@@ -29,7 +29,6 @@ SLOT_COPY_BYTES = 16384
 MAX_SLOTS = 8
 MAX_MEMBERS = 64
 MAX_LINEAGE = 64
-SHARD_ID_BYTES = 64
 HASH_BYTES = 32
 ZERO_HASH = bytes(HASH_BYTES)
 # Far above any machine, far below what would overflow an offset of type off_t.

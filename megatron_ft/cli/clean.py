@@ -104,7 +104,7 @@ def end_smps(folder: JobFolder, state_dir: Path | None) -> int:
     """End the SMPs of a job that no supervisor leads; how many had to be killed.
 
     Each is asked; one that has a supervisor refuses.  SMPs whose socket or folder was removed
-    cannot be asked: they are killed if nothing else of the job lives, and no supervisor holds the
+    cannot be asked: they are killed if nothing else of the job runs, and no supervisor holds the
     job's state.
     """
     ending = False

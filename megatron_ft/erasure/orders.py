@@ -139,7 +139,7 @@ class OrderRunner:
         return recompute(code, view, transport, peers, target, damage, index=member)
 
     def _reports(self, order: Order, stripe: StripeOrder, done: _Done) -> Iterator[Message]:
-        """What the SMP is told of one member's part; a survivor of a rebuild has nothing to say."""
+        """The report to the SMP of one member's part; a survivor of a rebuild sends none."""
         result, shard = done.result, stripe.members[done.member]
         if isinstance(result, RecomputedBlocks):
             if isinstance(order, RepairOrder) and shard == order.shard_id:

@@ -119,7 +119,7 @@ class Scrub:
     ) -> tuple[Damage, int | None, int]:
         """In the thread: the damage, and how many bytes were read.
 
-        In between, where it is to go on: at the piece in which it was given up, None if at none.
+        In between, the piece from which it resumes, where it was given up; None if it was not.
         """
         inspector = _inspector(arena, slot, header)
         size, total = arena.geometry.block_bytes, inspector.blocks

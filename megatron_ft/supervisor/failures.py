@@ -109,7 +109,7 @@ class RestartBudget:
         return min(self.longest_delay_seconds, self.first_delay_seconds * 2.0**doublings)
 
     def _explain(self, failure: Failure, count: int) -> str:
-        """What has come ``count`` times, where training stands, and what to do."""
+        """The failure that came ``count`` times, where training stands, and what to do."""
         newest = f"iteration {self.highest_iteration} is the newest commit"
         reached = newest if self.highest_iteration >= 0 else "nothing committed"
         before = f" (the first: {self.first})" if self.first != failure.text else ""

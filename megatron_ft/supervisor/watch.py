@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 PAUSE_SECONDS = 3600.0
-"""What evaluations and checkpoints may take whose begin and end are known."""
+"""Time that evaluations and checkpoints may take whose begin and end are known."""
 
 START = 0.8
 """Share of the time to register that a start may take: the job gives up with it, and knows less

@@ -98,7 +98,7 @@ def reachable() -> dict[str, Point]:
 def all_cases(nodes: int, parity: int) -> list[Case]:
     """Every case that ``nodes`` are enough for, those with fewer further losses first.
 
-    At each point each process that lives then is killed, with no further loss, one, as many as
+    At each point each running process is killed, with no further loss, one, as many as
     parity makes up for, and one too many; and the process at the point raises an exception.
     Every other fault strikes where it hurts.
     """

@@ -150,7 +150,7 @@ def in_words(outcome: CaseOutcome) -> str:
 
 
 def as_json(outcome: CaseOutcome) -> dict[str, Any]:
-    """What --json keeps of a case."""
+    """The entry of a case in --json."""
     verdict = outcome.verdict
     return {
         "case": str(outcome.case),

@@ -184,7 +184,7 @@ def oracle_traces(settings: ChaosSettings) -> dict[int, Lines]:
     folder = settings.folder / "oracle"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700, parents=True)
-    # Not beside the arenas of jobs: nothing that lives would tell whose the folder is.
+    # Not beside the arenas of jobs: no running process would show whose folder it is.
     (root := folder / "memory").mkdir(mode=0o700)
     job = settings.job(f"oracle-{time.monotonic_ns()}", folder)
     command = settings.command or settings.training(None)
