@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron_ft.arena import digest
+from megatron_ft.core import isal
 from megatron_ft.core.identity import SealedRecord
 from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure import encode as encoding
@@ -126,6 +127,7 @@ class Passes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copied = self.digested = 0
         memmove, positive, digest_blocks = ctypes.memmove, np.positive, digest.digest_blocks
+        crc64 = isal.crc64
 
         def copy(target: int, source: int, length: int) -> int:
             self.copied += length
@@ -135,6 +137,10 @@ class Passes:
             self.digested += buffer.nbytes
             digest_blocks(buffer, *others)
 
+        def joined(buffer: Bytes) -> int:
+            self.digested += buffer.nbytes
+            return crc64(buffer)
+
         def by_loop(source: Bytes, out: Bytes) -> Bytes:
             self.copied += source.nbytes
             return positive(source, out=out)
@@ -143,6 +149,7 @@ class Passes:
         monkeypatch.setattr(np, "positive", by_loop)
         monkeypatch.setattr(digest, "digest_blocks", digested)
         monkeypatch.setattr(member_module, "digest_blocks", digested)
+        monkeypatch.setattr(isal, "crc64", joined)
 
 
 def test_a_byte_is_copied_once_and_digested_once(
