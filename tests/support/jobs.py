@@ -35,6 +35,7 @@ TORCHRUN = "torch.distributed.run"
 POISONED = ROOT / "tests" / "programs" / "poisoned_training.py"
 HANGING = ROOT / "tests" / "programs" / "hanging_training.py"
 GATED = ROOT / "tests" / "programs" / "gated_training.py"
+DECLINING = ROOT / "tests" / "programs" / "declining_training.py"
 WAIT_SECONDS = 200.0
 
 Fault = Callable[["Job"], None]
@@ -74,7 +75,7 @@ class WarmCluster(NetworkedCluster):
         log_path: Path,
         stdin: bytes | None = None,
     ) -> LocalProcess:
-        scripts = (EXAMPLE, DEEPSPEED_EXAMPLE, POISONED, HANGING, GATED)
+        scripts = (EXAMPLE, DEEPSPEED_EXAMPLE, POISONED, HANGING, GATED, DECLINING)
         known = [[sys.executable, str(script)] for script in scripts]
         known.append([sys.executable, "-m", TORCHRUN])
         if self.warm is None or not any(list(argv[: len(k)]) == k for k in known):

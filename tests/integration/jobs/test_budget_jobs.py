@@ -24,9 +24,7 @@ def job_of(folder: Path, made: list[Job], script: str, **given: object) -> Job:
 def test_one_error_is_one_failure_whichever_rank_meets_it_first(
     made: list[Job], tmp_path: Path
 ) -> None:
-    job = job_of(
-        tmp_path, made, REGISTERED.format(condition="rank == incarnation % 4"), ranks_per_node=2
-    )
+    job = job_of(tmp_path, made, REGISTERED.format(condition="rank == incarnation % 2"))
     with pytest.raises(
         RestartBudgetError, match="3 failures without progress .*rank 1 exited with 1"
     ):

@@ -22,7 +22,16 @@ from megatron_ft.smp import scrub as scrub_module
 from megatron_ft.supervisor.job_state import read_record
 from tests.programs.declining_training import REASON
 from tests.support.disk_jobs import signal_trainers
-from tests.support.jobs import POISONED, ROOT, WAIT_SECONDS, Job, Result, difference, oracle
+from tests.support.jobs import (
+    DECLINING,
+    POISONED,
+    ROOT,
+    WAIT_SECONDS,
+    Job,
+    Result,
+    difference,
+    oracle,
+)
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
@@ -293,14 +302,13 @@ def test_a_snapshot_from_which_training_fails_twice_is_not_used_again(
 
 def test_trainers_that_decline_what_was_announced_are_told_of_once(tmp_path: Path) -> None:
     """The supervisor has said that memory is restored: that must not stay its last word."""
-    script = ROOT / "tests" / "programs" / "declining_training.py"
     job = Job(
         tmp_path,
         nodes=2,
         protect="none",
-        script=script,
+        script=DECLINING,
         environment={"PYTHONPATH": str(ROOT)},
-        iterations=40,
+        iterations=20,
         iteration_seconds=0.1,
     )
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _pickle
+import ctypes
 import itertools
 import pickle
 import threading
@@ -174,7 +175,9 @@ def tensors_of_all_kinds() -> dict[str, torch.Tensor]:
 
 def memory(tensor: torch.Tensor) -> bytes:
     """All bytes of a tensor of any dtype, in the order of its memory."""
-    return bytes(tensor.untyped_storage())
+    storage = tensor.untyped_storage()
+    # bytes(storage) would make a number of each byte: seven seconds for 2 MB.
+    return ctypes.string_at(storage.data_ptr(), storage.nbytes())
 
 
 def like(tensor: torch.Tensor) -> torch.Tensor:
