@@ -213,12 +213,6 @@ FORMATS = tuple(_WRITERS)
 """Names of formats."""
 
 
-def add_format(framework: str, name: str, module: str) -> None:
-    """Have snapshots that ``framework`` trained become checkpoints by another module."""
-    _WRITERS[name] = module
-    _NATIVE[framework] = name
-
-
 class FormatWriter(Protocol):
     """A module that writes checkpoints of one format."""
 
