@@ -34,6 +34,9 @@ was given up.
 
 SOCKET_NAME = "smp.sock"
 READY_NAME = "smp.json"
+HOST_SOCKET_NAME = "host.sock"
+IMPORTS_NAME = "imports.json"
+"""What the node's first trainer has imported, beside the sockets."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def check_names(root: Path, job: str, nodes: Sequence[str]) -> None:
     if len(set(nodes)) != len(nodes):
         raise ConfigError(f"node names repeat: {list(nodes)}")
     for name in nodes:
-        socket = root / job / name / SOCKET_NAME
+        socket = root / job / name / HOST_SOCKET_NAME
         if len(os.fsencode(socket)) > _SOCKET_PATH_LIMIT:
             raise ConfigError(
                 f"{socket} is too long for a Unix socket ({_SOCKET_PATH_LIMIT} bytes); take "

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 AFTER_IMPORT = "MEGATRON_FT_AFTER_IMPORT"
 """megatron_ft.core.startup.AFTER_IMPORT, which cannot be imported as cheaply."""
 
+HOST = "MEGATRON_FT_HOST_ROOM"
+"""Variable of trainer hosts alone: the trainers that they fork run all this, they do not."""
+
 
 class AfterImport:
     """A finder that finds one module as the others do and calls a function behind its body.
@@ -114,9 +117,12 @@ def watch(hooks: str) -> None:
     """Have each of ``watched=module:function`` called; they are separated by commas."""
     for entry in filter(None, hooks.split(",")):
         watched, _, hook = entry.partition("=")
+        if watched in sys.modules:  # the trainer host had imported it
+            call_hook(watched, hook)
+            continue
         AfterImport(watched, lambda w=watched, h=hook: call_hook(w, h)).install()  # type: ignore[misc]
 
 
-if __name__ == "sitecustomize":  # not where its parts are imported
+if __name__ == "sitecustomize" and HOST not in os.environ:  # not where its parts are imported
     watch(os.environ.get(AFTER_IMPORT, ""))
     run_hidden(os.path.dirname(os.path.abspath(__file__)))

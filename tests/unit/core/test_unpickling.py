@@ -36,6 +36,9 @@ LOADERS = {
 """Whatever can run code of the bytes that it is given."""
 
 ALLOWED = {
+    "megatron_ft/launchers/trainer_host.py:run_script:exec": (
+        "the user's own training script, named by a process of this user"
+    ),
     "megatron_ft/cli/demo/final_state.py:compare_states:torch.load": "weights_only",
     "benchmarks/peers/torch_own.py:TorchSave:torch.load": "weights_only, of what it has just saved",
     "deepspeed_ext/saving.py:_step_inside:torch.load": (
