@@ -91,6 +91,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start the command once per node: it is a script that runs torchrun, which starts "
         "the node's trainers (set by itself where the command is torchrun)",
     )
+    parser.add_argument(
+        "--warm-start",
+        choices=("on", "off"),
+        default="on",
+        help="fork trainers from a process on each node that has imported what they need, if the "
+        "command is a Python script or module (default: on)",
+    )
     run_place.add_arguments(parser)
     parser.add_argument(
         "--failure-domains",
@@ -228,6 +235,7 @@ def spec_from(
         spares=arguments.spares,
         ranks_per_node=arguments.ranks_per_node,
         trainer_per_node=arguments.trainer_per_node,
+        warm_start=arguments.warm_start == "on",
         settings=settings,
         from_scratch=arguments.from_scratch,
         restore_from=arguments.restore_from,

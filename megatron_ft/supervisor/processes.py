@@ -33,6 +33,7 @@ from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.smp.__main__ import Credentials, Ready
 from megatron_ft.supervisor.job_state import JobState, SmpPlace
 from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.trainer_hosts import TrainerHosts, why_cold
 
 # The supervisor restarts all ranks itself, and torch must not look for an agent's store.
 _FIXED = {
@@ -250,6 +251,10 @@ class TrainerFleet:
     def __init__(self, launcher: Launcher, spec: JobSpec) -> None:
         self._launcher, self._spec = launcher, spec
         self._handles: list[ProcessHandle] = []
+        self.why_cold = "--warm-start is off"
+        if spec.warm_start:
+            self.why_cold = why_cold(spec.command, spec.trainer_per_node)
+        self._hosts = TrainerHosts(launcher, spec.command, spec.log_dir)
 
     def start(self, active: Sequence[str], incarnation: int, extra: Mapping[str, str]) -> None:
         """Start every rank, node by node.  NodeUnreachable if one is lost meanwhile."""
@@ -258,6 +263,9 @@ class TrainerFleet:
         base = before_script({**given, INCARNATION: str(incarnation)})
         master = self._launcher.address(active[0])
         self._handles = []
+        if not self.why_cold:
+            there = [node for node in self._launcher.nodes() if self._launcher.reachable(node)]
+            self._hosts.ensure(there, {**_DEFAULTS, **base})
         for index, node in enumerate(active):
             for local in range(0, spec.ranks_per_node, self._ranks_each):
                 place = TrainerPlace(
@@ -277,6 +285,8 @@ class TrainerFleet:
                 command, mark = container.pass_environment(spec.command, environment)
                 if mark:
                     environment[TREE] = mark
+                if not self.why_cold:
+                    command = self._hosts.warm(node)
                 handle = self._launcher.start(node, command, environment, log)
                 self._handles.append(handle)
                 if incarnation > 1:
@@ -317,6 +327,10 @@ class TrainerFleet:
             for wait in pending:
                 wait.cancel()
         return TrainerExit(finished=True)
+
+    def end_hosts(self) -> None:
+        """No trainer will be started any more."""
+        self._hosts.end()
 
     async def kill_all(self) -> None:
         """SIGKILL every rank and wait until they are dead."""

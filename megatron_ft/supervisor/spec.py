@@ -23,7 +23,8 @@ class JobSpec:
     """One job: its command, its nodes, its settings, and where it starts from.
 
     With ``trainer_per_node`` the command is started once on each node, and starts the node's
-    ranks itself, as torchrun does.  ``nodes`` is how many the job begins with.
+    ranks itself, as torchrun does.  With ``warm_start`` trainers are forked from a trainer host
+    of their node, if the command can be.  ``nodes`` is how many the job begins with.
     ``from_scratch`` allows a start from nothing when neither memory nor disk has a state;
     ``restore_from`` is a drained checkpoint, perhaps another job's, to start from then.
     ``environment`` is for trainers, beside the variables of the settings.
@@ -42,6 +43,7 @@ class JobSpec:
     spares: int = 0
     ranks_per_node: int = 1
     trainer_per_node: bool = False
+    warm_start: bool = False
     settings: SnapshotConfig = field(default_factory=SnapshotConfig)
     block_bytes: int = BLOCK_BYTES
     from_scratch: bool = False

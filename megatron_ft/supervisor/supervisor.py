@@ -118,6 +118,8 @@ class Supervisor:
             await asyncio.to_thread(starter.check, self.spec.nodes)
             if starter.over_tcp:
                 self.observers.emit("transport", starter.describe())
+        if self.spec.warm_start and (why := self.trainers.why_cold):
+            self.observers.emit("cold_start", f"trainers import anew at each start: {why}")
         saved = await self._quarantine.newest_saved()
         self._budget = replace(self._budget, highest_saved=saved)
         try:
@@ -133,6 +135,7 @@ class Supervisor:
             await self.drains.abandon()
             self.world.stop()
             await self.trainers.kill_all()
+            self.trainers.end_hosts()
             await self.coordinator.close()
 
     async def _run_incarnation(self) -> Failure | None:

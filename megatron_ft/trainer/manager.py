@@ -5,17 +5,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.core import private_files
+from megatron_ft.core.environment import IMPORTS_NAME, NODE_DIR, ProcessEnvironment
+from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.identity import RankRule
 from megatron_ft.core.identity import shard_id as make_shard_id
 from megatron_ft.rpc.client import TrainerClient
@@ -75,6 +79,17 @@ def connect(rank: int) -> TrainerClient:
 def watch(rank: int, gradients: bool) -> TrainerWatch:
     """The watch of this process, which follows its gradients if asked to; errors as ``connect``."""
     return TrainerWatch.begin(ProcessEnvironment.from_env(), rank, gradients)
+
+
+def note_imports() -> None:
+    """Note what this process has imported, for the trainer host of its node to do ahead.
+
+    A start that is slower is all that follows where it cannot be written.
+    """
+    if number("LOCAL_RANK", 0) == 0 and NODE_DIR in os.environ:
+        with suppress(OSError, MegatronFTError):
+            names = json.dumps(list(sys.modules)).encode()
+            private_files.rewrite_file(Path(os.environ[NODE_DIR], IMPORTS_NAME), names)
 
 
 class SnapshotManager:
@@ -197,6 +212,7 @@ class SnapshotManager:
         )
         copier = self._copier or choose_copier(adapted)
         self._capture.open(path, self.shard_id, layout, copier, form)
+        note_imports()
         self.watch.training()
 
     def save(self, iteration: int, state: State) -> Ticket:

@@ -105,6 +105,8 @@ class AgentJob:
             and env.get("RANK") == str(rank)
             # What launchers around us started has a rank, too.
             and NODE_DIR in env
+            # This one stands for a trainer that is forked.
+            and b"warm_client.py" not in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
         assert len(found) == 1, (found, self.story())
         return found[0]

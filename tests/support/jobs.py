@@ -101,6 +101,7 @@ class Job:
     protect: str = "xor:2"
     ranks_per_node: int = 1
     trainer_per_node: bool = False
+    warm_start: bool = False
     iterations: int = 40
     width: int = 64
     iteration_seconds: float = 0.05
@@ -169,6 +170,7 @@ class Job:
             spares=self.spares,
             ranks_per_node=self.ranks_per_node,
             trainer_per_node=self.trainer_per_node,
+            warm_start=self.warm_start,
             settings=self.settings(),
             block_bytes=self.block_bytes,
             from_scratch=self.from_scratch,

@@ -135,6 +135,8 @@ class SlurmJob:
         env = procfs.read_environment(pid)
         if env.get(JOB) != self.name or env.get("RANK") != str(rank) or NODE not in env:
             return False
+        if b"warm_client.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return False  # it stands for the trainer
         return os.readlink(f"/proc/{pid}/exe") == os.path.realpath(sys.executable)
 
     def tell(self, signal_name: str, task: str = "") -> None:

@@ -65,6 +65,7 @@ class JobFile(msgspec.Struct, frozen=True):
     environment: dict[str, str] = {}
     transport: str = "auto"
     bare: bool = False
+    warm_start: bool = False
     cluster_class: str = ""
     warm: str = ""
 
@@ -114,6 +115,7 @@ class JobFile(msgspec.Struct, frozen=True):
             nodes=self.nodes,
             spares=self.spares,
             ranks_per_node=self.ranks_per_node,
+            warm_start=self.warm_start,
             settings=SnapshotConfig(
                 protect=self.protect,
                 slots=self.slots,

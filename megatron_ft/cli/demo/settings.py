@@ -114,6 +114,7 @@ def job_of(
         node_prefix="node",
         logs=f"logs/{'run' if snapshots else 'uninterrupted'}",
         trace=str(trace),
+        warm_start=snapshots,
         # Host memory everywhere, so that the same bits come out with and without a GPU.
         environment={**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"},
     )

@@ -1,0 +1,88 @@
+"""Jobs whose trainers are forked from trainer hosts, and lose trainers, a host and a node."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.core import procfs
+from tests.support.fates import in_incarnation
+from tests.support.jobs import Job, Result, difference, oracle
+
+pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return oracle(tmp_path_factory.mktemp("oracle2"), 2)
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode()
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
+
+
+def trainer_of(job: Job, node: str) -> int:
+    """The process that trains on a node: neither its host nor the client that stands for it."""
+    ranks = [p for p in job.cluster.processes_of(node) if "RANK" in procfs.read_environment(p)]
+    (found,) = (pid for pid in ranks if "warm_client.py" not in command_of(pid))
+    return found
+
+
+def host_of(job: Job, node: str) -> int:
+    """The host that has forked the trainer of a node."""
+    host = parent_of(trainer_of(job, node))
+    assert "trainer_host.py" in command_of(host)
+    return host
+
+
+def test_a_job_loses_trainers_a_host_and_a_node_and_nothing_changes(
+    made: list[Job], tmp_path: Path, two: Result
+) -> None:
+    job = Job(tmp_path, nodes=2, spares=1, warm_start=True)
+    made.append(job)
+    hosts: list[int] = []
+
+    def kill_a_trainer(job: Job) -> None:
+        hosts.extend(host_of(job, node) for node in ("n0", "n1"))
+        os.kill(trainer_of(job, "n1"), signal.SIGKILL)
+
+    def kill_a_host_and_its_trainers_client(job: Job) -> None:
+        assert [host_of(job, node) for node in ("n0", "n1")] == hosts, "they forked again"
+        os.kill(hosts[0], signal.SIGKILL)
+        os.kill(job.supervisor.trainers.pids()[0], signal.SIGKILL)
+
+    def lose_a_node(job: Job) -> None:
+        assert host_of(job, "n0") != hosts[0] and host_of(job, "n1") == hosts[1]
+        job.cluster.kill_node("n1")
+
+    def look_at_the_spare(job: Job) -> None:
+        hosts.append(host_of(job, "n2"))
+
+    job.run(
+        (6, kill_a_trainer),
+        (14, in_incarnation(2, kill_a_host_and_its_trainers_client)),
+        (22, in_incarnation(3, lose_a_node)),
+        (30, in_incarnation(4, look_at_the_spare)),
+    )
+    assert not difference(job.result(), two), job.story()
+    assert [source for _, source in job.restores()] == ["own memory"] * 2 + ["parity"], job.story()
+    assert len(hosts) == 3 and "cold_start" not in job.kinds()
+
+
+def test_a_command_that_cannot_be_forked_starts_cold_and_says_so_once(
+    made: list[Job], tmp_path: Path, two: Result
+) -> None:
+    job = Job(tmp_path, nodes=2, warm_start=True)
+    made.append(job)
+    job.command = ("/usr/bin/env", *job.training_command())
+    job.run()
+    assert not difference(job.result(), two), job.story()
+    (said,) = [event.text for event in job.events if event.kind == "cold_start"]
+    assert said == "trainers import anew at each start: /usr/bin/env is no Python"
