@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from megatron_ft.cli import common
 from megatron_ft.core import private_files, procfs
 from megatron_ft.core.environment import JOB, NODE_DIR, SOCKET_NAME
 from megatron_ft.core.errors import ConfigError, ControlPlaneError, UntrustedFileError
+from megatron_ft.launchers.trainer_host import ROOM
 from megatron_ft.rpc.local_query import ask, has_listener
 from megatron_ft.rpc.messages import Discard, Ok, Refused
 from megatron_ft.smp.node_folder import LOCK_NAME
@@ -167,6 +168,8 @@ def _clean_one(folder: JobFolder, size: int, arguments: argparse.Namespace) -> b
             print(text, file=sys.stderr)
             return False
         if not arguments.dry_run:
+            # A supervisor that was killed has left them, without trainers.
+            procfs.kill_matching(lambda pid: _is_host(pid, folder), f"hosts of {folder.job}")
             shutil.rmtree(folder.path)
             _forget(folder.job, arguments.state_dir)
     print(f"{folder.job}: {'would remove' if arguments.dry_run else 'removed'} {mebibytes:.1f} MiB")
@@ -221,11 +224,20 @@ def living_process(folder: JobFolder) -> str:
 
 
 def _members(folder: JobFolder) -> set[int]:
-    """Processes with the job's name, or the folder of one of its nodes, in their environment."""
-    inside = f"{folder.path.absolute()}/"
-    environments = {pid: procfs.read_environment(pid) for pid in procfs.own_processes()}
+    """Processes of a job, but for its trainer hosts."""
     return {
         pid
-        for pid, marks in environments.items()
-        if marks.get(JOB) == folder.job or marks.get(NODE_DIR, "").startswith(inside)
+        for pid in procfs.own_processes()
+        if _belongs(marks := procfs.read_environment(pid), folder) and ROOM not in marks
     }
+
+
+def _is_host(pid: int, folder: JobFolder) -> bool:
+    marks = procfs.read_environment(pid)
+    return _belongs(marks, folder) and ROOM in marks
+
+
+def _belongs(marks: Mapping[str, str], folder: JobFolder) -> bool:
+    """True with the job's name, or the folder of one of its nodes, in the environment."""
+    inside = f"{folder.path.absolute()}/"
+    return marks.get(JOB) == folder.job or marks.get(NODE_DIR, "").startswith(inside)

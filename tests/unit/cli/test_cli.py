@@ -26,6 +26,7 @@ from megatron_ft.core import private_files
 from megatron_ft.core.environment import JOB, NODE_DIR
 from megatron_ft.core.errors import ConfigError, ControlPlaneError
 from megatron_ft.core.objects import decode, encode
+from megatron_ft.launchers.trainer_host import ROOM
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.rpc.local_query import ask
 from megatron_ft.rpc.messages import StatusRequest
@@ -244,6 +245,20 @@ def test_job_with_a_living_process_is_left_alone(
         assert clean(tmp_path, "--job", "alive") == 1
         assert f"still runs (process {process.pid})" in capsys.readouterr().err
     assert clean(tmp_path, "--job", "alive") == 0
+
+
+def test_a_trainer_host_that_was_left_behind_ends_with_its_job(tmp_path: Path) -> None:
+    make_job(tmp_path, "stopped")
+    waits = [sys.executable, "-c", "print(flush=True); input()"]
+    marked = {**os.environ, JOB: "stopped", ROOM: "x"}
+    with subprocess.Popen(
+        waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=marked
+    ) as process:
+        assert process.stdout and process.stdout.readline()
+        assert clean(tmp_path, "--job", "stopped", "--dry-run") == 0
+        assert process.poll() is None
+        assert clean(tmp_path, "--job", "stopped") == 0
+        assert process.wait(30) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("remove", ["socket", "folder"])
