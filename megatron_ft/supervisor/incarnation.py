@@ -55,6 +55,8 @@ class Incarnation:
     watch: JobWatch
     registration: Registration = field(init=False)
     declined: bool = field(init=False, default=False)
+    refusal: MegatronFTError | None = field(init=False, default=None)
+    """Why this incarnation cannot train; its trainers end with the same error."""
 
     def __post_init__(self) -> None:
         self.registration = Registration(self.members.ranks, self.spec.domains)
@@ -89,7 +91,8 @@ class Incarnation:
             requests = create_requests(stripes, plan.incarnation, plan.lineage, spec.settings.slots)
             await make_arenas(self.coordinator, requests, places)
         except MegatronFTError as error:
-            # Trainers that wait for their arenas end with the same error.
+            # Noted first: trainers may have ended before all nodes have answered.
+            self.refusal = error
             refusal = m.ArenasReady(plan.incarnation, type(error).__name__, str(error))
             await self.coordinator.ask_all(dict.fromkeys(nodes, refusal))
             raise
@@ -141,6 +144,8 @@ class Incarnation:
         registration = self.registration
         if first.finished:
             return None
+        if self.refusal is not None:
+            raise self.refusal
         if first.status > 0 and not registration.complete.is_set():
             # Nodes answer after their earlier events, perhaps why this rank could not begin.
             await self.coordinator.refresh()
