@@ -101,9 +101,16 @@ def peer_of(connection: socket.socket) -> tuple[int, int, int]:
     return pid, uid, gid
 
 
+def split(command: list[str]) -> tuple[list[str], list[str]]:
+    """Python's own flags in a command, as far as known here, and all words after them.  Pure."""
+    words = command[1:]
+    count = next((at for at, word in enumerate(words) if word not in SWITCHES), len(words))
+    return words[:count], words[count:]
+
+
 def modules_of(command: list[str]) -> list[str]:
     """The modules to import for a command, in order: torch's, then those that its script names."""
-    words = [word for word in command[1:] if word not in SWITCHES]
+    _, words = split(command)
     named: list[str] = []
     try:
         with open(file_of(words[1]) if words[0] == "-m" else words[0], "rb") as file:
@@ -150,7 +157,7 @@ def installed(name: str) -> bool:
 
 
 def unfit() -> str:
-    """What keeps this process from being forked; "" if nothing does."""
+    """The reason why this process cannot be forked; "" if it can."""
     if len(os.listdir("/proc/self/task")) > 1:
         return "starts a thread"
     for name in os.listdir("/proc/self/fd"):
@@ -348,7 +355,7 @@ class Child:
         self._take_place()
         self._show()
         self._seed()
-        words = [word for word in self._request["argv"][1:] if word not in SWITCHES]
+        _, words = split(self._request["argv"])
         sys.orig_argv = list(self._request["argv"])
         if words[0] == "-m":
             sys.argv = words[1:]

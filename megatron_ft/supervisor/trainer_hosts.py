@@ -15,16 +15,14 @@ from megatron_ft.launchers import trainer_host, warm_client
 from megatron_ft.launchers.launcher import Launcher, ProcessHandle
 
 ROOM_BYTES = 32 << 10
-"""How much longer than the host's the environment and the arguments of a trainer may be."""
+"""Bytes by which a trainer's environment may be longer than its host's."""
 
 
 def why_cold(command: Sequence[str], trainer_per_node: bool = False) -> str:
     """Why a command cannot be forked; "" if it can.  Pure."""
     if trainer_per_node:
         return f"{Path(command[0]).name} starts the ranks of a node itself"
-    words = list(command[1:])
-    while words and words[0] in trainer_host.SWITCHES:
-        words.pop(0)
+    _, words = trainer_host.split(list(command))
     if not Path(command[0]).name.startswith("python"):
         return f"{command[0]} is no Python"
     if not words or (words[0].startswith("-") and words[0] != "-m"):
@@ -50,7 +48,7 @@ class TrainerHosts:
         ``environment`` is the trainers', without what is of one rank.  A node that is lost
         meanwhile has none.
         """
-        words = [word for word in self._command[1:] if word in trainer_host.SWITCHES]
+        words, _ = trainer_host.split(self._command)
         for node in nodes:
             if (handle := self._handles.get(node)) is not None and handle.alive():
                 continue

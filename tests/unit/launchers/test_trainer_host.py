@@ -31,6 +31,7 @@ import json, os, resource, signal, sys, threading
 before = sorted(name for name in sys.modules if name.startswith("megatron."))
 loaded = "torch" in sys.modules
 import torch
+import torch._dynamo  # which making an optimizer imports; it sets a variable
 import megatron.threads, megatron.variables
 try:
     import megatron.broken
@@ -128,7 +129,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 def narrow() -> None:
-    """What a launcher may set up for a process."""
+    """Limit this process as a launcher may limit a trainer."""
     os.umask(0o027)
     resource.setrlimit(resource.RLIMIT_NOFILE, (500, 600))
     os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
@@ -138,7 +139,7 @@ def test_a_forked_process_is_as_a_started_one(place: Place) -> None:
     """In all that it sees of itself, and that others see of it."""
     found = []
     for warm in (True, False):
-        process = place.start("0", "--flag", warm=warm, preexec_fn=narrow)
+        process = place.start("0", "--flag", "-u", "-O", warm=warm, preexec_fn=narrow)
         out, err = process.communicate("given", WAIT_SECONDS)
         assert process.returncode == 0, err
         found.append(json.loads(out))
@@ -202,7 +203,7 @@ def test_a_child_ends_with_its_client(place: Place, number: signal.Signals, stop
         pidfd = os.pidfd_open(pid)
         process.send_signal(number)
         status = process.wait(WAIT_SECONDS)
-        assert trainer_host.select.select([pidfd], [], [], WAIT_SECONDS)[0], "the child lives"
+        assert trainer_host.select.select([pidfd], [], [], WAIT_SECONDS)[0], "the child still runs"
         os.close(pidfd)
     finally:
         place.host.send_signal(signal.SIGCONT)
