@@ -69,7 +69,7 @@ class Incarnation:
         try:
             if self.spec.scheme.parity_members and not self.world.wanted:
                 self.world.start(plan.active)
-            self.watch.begin_incarnation(ranks)
+            self.watch.begin_incarnation(ranks, plan.decided)
             source = self.quarantine.source(plan.decision)
             self.trainers.start(plan.active, plan.incarnation, {RESTORE: source})
             self._emit("trainers_started", f"{ranks} trainers started")
@@ -82,6 +82,7 @@ class Incarnation:
         """Await all ranks, make arenas, let trainers begin, and permit snapshots."""
         spec, plan, registration = self.spec, self.plan, self.registration
         await registration.wait(spec.settings.register_timeout_seconds)
+        self.watch.clock.registered(registration.starts())
         stored = plan.decision.stripes if plan.decision.snapshot is not None else ()
         places = registration.places()
         nodes = sorted(set(places.values()))
