@@ -3,10 +3,12 @@
     python -m benchmarks [capture] [coding] [stripes] [training] [--mib 512] [--rounds 7]
                          [--arenas FOLDER] [--job-seconds 900] [--markdown FILE] [--json FILE]
     python -m benchmarks --peers [--minutes 12] [--only WAY]...
+    python -m benchmarks restart [--seeds 20] [--only TRAINING]...
 
 Figures are ratios within one run: a yardstick and what is compared with it take turns, and
 the median of the rounds counts.  Leave the machine alone meanwhile.  --peers installs other
 projects' ways of saving into an environment of their own and measures them beside ours.
+``restart`` measures how long training stands after faults, in seconds.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from benchmarks.capturing import SHARED_MEMORY
 from benchmarks.jobs import Jobs
 from benchmarks.peers import comparison, cycles
 from benchmarks.peers.catalogue import WAYS
+from benchmarks.restart import measure as restarts
 from benchmarks.stripe import rows as stripes
 from benchmarks.table import Row, as_json, markdown
 
@@ -35,6 +38,8 @@ VECTORS = ("avx2", "avx512bw", "vpclmulqdq", "gfni")
 """Instructions that copies, CRCs and parity use where they are there, as Linux calls them."""
 
 PARTS = ("capture", "coding", "stripes", "training")
+RESTART = "restart"
+"""Takes an hour, and is no part of all."""
 
 
 def main() -> int:
@@ -45,6 +50,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if options.peers:
         return _peers(options)
+    if RESTART in options.parts:
+        return _restart(options)
     if options.device == "cuda" and not torch.cuda.is_available():
         print(f"benchmarks: torch {torch.__version__} sees no GPU here", file=sys.stderr)
         return 2
@@ -85,6 +92,17 @@ def _peers(options: argparse.Namespace) -> int:
     return int(any(row.met is False for row in comparison.limits(comparison.measured(found, 1))))
 
 
+def _restart(options: argparse.Namespace) -> int:
+    """Restarts after faults; 1 if a limit is missed or one of them could not be measured."""
+    place, report = _place(_where("cpu")), restarts.Report(options.seeds)
+    try:
+        for way in options.only or restarts.WAYS:
+            report.measure(way)
+    finally:
+        _keep(options, report.text(place), report.as_json(place))
+    return int(any(row.met is False for row in report.rows()))
+
+
 def _keep(options: argparse.Namespace, text: str, data: str) -> None:
     print(text)
     if options.markdown:
@@ -99,13 +117,17 @@ def _arguments() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
+    parser.add_argument(
+        "parts", nargs="*", choices=[*PARTS, RESTART, []], help="default: all but restart"
+    )
     parser.add_argument("--mib", type=int, default=512, help="state of a rank (512)")
     parser.add_argument("--rounds", type=int, default=7, help="of each figure (7)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--peers", action="store_true", help="other ways of saving, and ours")
     parser.add_argument("--minutes", type=float, default=12, help="for --peers (12)")
-    parser.add_argument("--only", action="append", choices=list(WAYS), help="of --peers")
+    ways = [*WAYS, *restarts.WAYS]
+    parser.add_argument("--only", action="append", choices=ways, help="of --peers, or of restart")
+    parser.add_argument("--seeds", type=int, default=20, help="for restart (20)")
     parser.add_argument(
         "--arenas",
         type=Path,

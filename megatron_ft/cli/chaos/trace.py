@@ -103,6 +103,7 @@ class TraceLine(msgspec.Struct, frozen=True):
     log lines average the first two).  ``samples`` name what this rank read: indices, or
     checksums of the contents.  ``seconds`` is the time since the last step ended, so with
     snapshots, checkpoints and logging, ``time`` the end of the step in seconds since the epoch.
+    ``pid`` is the process that trained it.
     """
 
     incarnation: int
@@ -111,6 +112,7 @@ class TraceLine(msgspec.Struct, frozen=True):
     samples: list[int]
     seconds: float
     time: float
+    pid: int = 0
 
     @property
     def loss_value(self) -> float | None:
@@ -126,7 +128,7 @@ class TraceWriter:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._trace = Trace(folder, rank)
-        self._incarnation = int(os.environ.get(INCARNATION, "0"))
+        self._incarnation = 0
         self._samples: list[int] = []
         self._last_end: float | None = None
 
@@ -140,15 +142,18 @@ class TraceWriter:
 
     def record(self, iteration: int, loss: float | None, started: float) -> None:
         """Write the line of an iteration that began at ``started`` (time.perf_counter)."""
-        ended = time.perf_counter()
-        since = started if self._last_end is None else self._last_end
+        ended, incarnation = time.perf_counter(), int(os.environ.get(INCARNATION, "0"))
+        # A process that restarts in itself trains in several incarnations.
+        if self._last_end is None or incarnation != self._incarnation:
+            self._incarnation, self._last_end = incarnation, started
         self._trace.write(
             iteration,
             incarnation=self._incarnation,
             loss=None if loss is None else loss.hex(),
             samples=self._samples,
-            seconds=round(ended - since, 6),
+            seconds=round(ended - self._last_end, 6),
             time=round(time.time(), 3),
+            pid=os.getpid(),
         )
         self._samples, self._last_end = [], ended
 

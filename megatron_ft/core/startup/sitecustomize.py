@@ -37,8 +37,14 @@ class AfterImport:
         self._asking = False
 
     def install(self) -> None:
-        """Become the first finder; one that is installed later is asked earlier and calls later."""
-        sys.meta_path.insert(0, self)
+        """Become the first finder; one that is installed later is asked earlier and calls later.
+
+        A module that is there already, as a trainer host had imported it, is called behind at once.
+        """
+        if self._name in sys.modules:
+            self._call()
+        else:
+            sys.meta_path.insert(0, self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -117,9 +123,6 @@ def watch(hooks: str) -> None:
     """Have each of ``watched=module:function`` called; they are separated by commas."""
     for entry in filter(None, hooks.split(",")):
         watched, _, hook = entry.partition("=")
-        if watched in sys.modules:  # the trainer host had imported it
-            call_hook(watched, hook)
-            continue
         AfterImport(watched, lambda w=watched, h=hook: call_hook(w, h)).install()  # type: ignore[misc]
 
 

@@ -1,0 +1,1 @@
+"""How long training stands after a fault, by framework, and beside torchrun's own restart."""
