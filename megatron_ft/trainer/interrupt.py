@@ -8,8 +8,9 @@ raises ``RestartRequested`` in the place of that error.
 
 Nothing here interrupts C code that never returns to Python: a computation, a device that hangs, a
 read from storage that does not answer, a futex, a library that waits on sockets of Unix or on a
-network other than TCP (MPI, UCX over InfiniBand).  Such a trainer is killed at a deadline by its
-node.
+network other than TCP (MPI, UCX over InfiniBand).  gloo loses the error of a message that it has
+written in part, and waits for it until the group's timeout.  Such a trainer is killed at a
+deadline by its node.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ REPEAT_SECONDS = 0.02
 WRITE_SECONDS = 0.5
 """Time until connections are shut down for writing too.
 
-gloo can miss an error of a write and wait forever; it never misses the end of what it reads.
+gloo can miss the error of a write; it never misses the end of what it reads.
 """
 
 RAISE_SECONDS = 0.25

@@ -167,11 +167,16 @@ def backward() -> None:
 
 
 def exchanging() -> None:
-    """Both ranks exchange all the time, and are interrupted anywhere."""
+    """Both ranks exchange for a while, and rank 1 stops at some point of it.
+
+    Not interrupted while bytes travel: gloo loses the error of what it is just writing.
+    """
     join()
     group = dist.new_group()
-    here.set()
-    while True:
+    for number in range(40):
+        if number == 30 and dist.get_rank():
+            still()
+        here.set()
         dist.all_reduce(torch.ones(100), group=group)
         dist.all_reduce(torch.ones(5000), async_op=True)
         dist.barrier()
