@@ -32,6 +32,12 @@ RESTORE = "MEGATRON_FT_RESTORE"
 was given up.
 """
 
+START = "MEGATRON_FT_START"
+"""How this rank came up, where it knows: "in process" for one that has survived a failure."""
+
+STARTED = "MEGATRON_FT_STARTED"
+"""When a rank that has survived began again, in seconds of the monotonic clock."""
+
 SOCKET_NAME = "smp.sock"
 READY_NAME = "smp.json"
 HOST_SOCKET_NAME = "host.sock"

@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from megatron_ft.core import private_files
-from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.core.environment import STARTED, ProcessEnvironment
 from megatron_ft.core.errors import UntrustedFileError
 from megatron_ft.core.procfs import read_stat
 from megatron_ft.rpc.heartbeat_page import (
@@ -196,10 +196,13 @@ def _gets_gradients(parameter: Any) -> bool:
 
 
 def process_start() -> float:
-    """The time at which this process was started, in seconds of the monotonic clock; to 10 ms.
+    """The time at which this rank was started, in seconds of the monotonic clock; to 10 ms.
 
-    The kernel counts from boot, time asleep included (proc(5)).
+    That is when its process was, or when it began again in its process.  The kernel counts from
+    boot, time asleep included (proc(5)).
     """
+    if STARTED in os.environ:
+        return float(os.environ[STARTED])
     stat = read_stat("self")
     assert stat is not None
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - stat.start_time / os.sysconf("SC_CLK_TCK")
