@@ -87,10 +87,14 @@ class Unhold(Message, frozen=True):
 
 
 class Admit(Message, frozen=True):
-    """A new incarnation asks to take over: older writers are killed before it is answered."""
+    """A new incarnation asks to take over: older writers are gone before it is answered.
+
+    Restartable trainers of the ranks in ``keep`` may let go of their arenas; all others are killed.
+    """
 
     incarnation: Count
     seconds: Seconds
+    keep: tuple[Count, ...] = ()
 
 
 class ArenaReport(msgspec.Struct, frozen=True):
@@ -111,8 +115,9 @@ class ArenaReport(msgspec.Struct, frozen=True):
 
 
 class Inventory(Message, frozen=True):
-    """Answer to Admit: all that the node holds, after its older writers have died.
+    """Answer to Admit: all that the node holds, after its older writers have gone.
 
+    ``kept`` are the ranks whose process lives, is no writer any more and waits for Reenter.
     ``damaged`` are arena files of this job that cannot be read; they count as lost and may
     be replaced.  ``foreign`` are those of another job or format, which may not.
     """
@@ -122,6 +127,14 @@ class Inventory(Message, frozen=True):
     arenas: tuple[ArenaReport, ...]
     damaged: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
+    kept: tuple[int, ...] = ()
+
+
+class ReenterRanks(Message, frozen=True):
+    """Have released trainers train again: rank to the variables that have changed."""
+
+    incarnation: Count
+    environments: dict[int, dict[str, str]]
 
 
 class Adopt(Message, frozen=True):

@@ -104,6 +104,9 @@ class ControlServer:
         self._service.restore = request
         self._service.restore_known.set()
 
+    async def _reenter(self, request: m.ReenterRanks) -> None:
+        await self._service.survivors.reenter(request)
+
     async def _stacks(self, request: m.StacksRequest) -> m.Message:
         stacks = await self._service.heartbeats.stacks()
         return m.Stacks(self._service.machine.node, stacks)
@@ -152,8 +155,9 @@ class ControlServer:
         self._keep_folder()
         service.change_state(highest_incarnation=request.incarnation)
         reach("smp.admitting")
-        while service.writers.all():
-            await service.kill_writers(service.writers.all())
+        kept = await service.survivors.let_go(request.incarnation, request.keep)
+        while older := [w for w in service.writers.all() if w.pid not in kept.values()]:
+            await service.kill_writers(older)
         if identity == service.events.coordinator:
             service.rewind = None  # a coordinator that comes after may not have received it
         else:
@@ -176,6 +180,7 @@ class ControlServer:
             arenas=service.store.reports(machine),
             damaged=tuple(service.store.damaged.values()),
             foreign=tuple(service.store.foreign),
+            kept=tuple(kept),
         )
 
 
@@ -183,6 +188,7 @@ _REQUESTS: dict[type[m.Message], Callable[[ControlServer, Any], Any]] = {
     m.CreateArena: ControlServer._create_arena,
     m.ArenasReady: ControlServer._arenas_ready,
     m.RestoreReady: ControlServer._restore_ready,
+    m.ReenterRanks: ControlServer._reenter,
     m.StacksRequest: ControlServer._stacks,
     m.Retire: ControlServer._retire,
 }

@@ -72,6 +72,12 @@ class LocalServer:
         if isinstance(message, PASSED_ON):
             await service.events.emit(message)
             return m.Noted() if isinstance(message, m.Restored) else None
+        if isinstance(message, m.Restartable):
+            service.survivors.enter(message, identity)
+            return m.Ok()
+        if isinstance(message, m.Released):
+            service.survivors.released(message)
+            return None
         if isinstance(message, m.Hello):
             await self._hello(identity, message)
             return None

@@ -43,6 +43,7 @@ from megatron_ft.smp.state_machine import (
     ToTrainer,
 )
 from megatron_ft.smp.store import ArenaStore, free
+from megatron_ft.smp.survivors import Survivors
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +65,9 @@ class SmpService:
         self.job = job
         self.machine = NodeMachine(environment.node)
         self.store = ArenaStore(environment.node_dir, job)
-        self.writers = Writers(environment.node_dir, self._writer_died)
+        self.writers = Writers(environment.node_dir, self._writer_gone)
         self.heartbeats = NodeHeartbeats(environment.node_dir, self.writers)
+        self.survivors = Survivors(self.writers, environment.node_dir, send_local)
         self.readers = Readers(self.machine.reader_gone)
         self.stalls = Stalls()
         self.state = NodeState()
@@ -177,15 +179,15 @@ class SmpService:
         """Note that a writer is registered and watched."""
         if writer.role == "trainer":
             self.machine.trainer_joined(writer.who)
-        elif writer.role != DRAIN:
+        elif writer.role == "encoder":
             self.machine.encoder_joined(writer.who)
 
     async def kill_writers(self, victims: list[WriterProcess]) -> None:
         """SIGKILL and wait; ControlPlaneError if one cannot be confirmed dead."""
         await self.writers.kill(victims, KILL_TIMEOUT_SECONDS)
 
-    def _writer_died(self, writer: WriterProcess) -> None:
-        log.info("%s %s (pid %d) is gone", writer.role, writer.who, writer.pid)
+    def _writer_gone(self, writer: WriterProcess) -> None:
+        log.info("%s %s (pid %d) writes no more", writer.role, writer.who, writer.pid)
         self._leave(writer)
         self.later(self.carry_out())
 
@@ -194,7 +196,7 @@ class SmpService:
         if writer.role == "trainer":
             self.heartbeats.ended(writer)
             self.machine.trainer_gone(writer.who, writer.pid)
-        elif writer.role != DRAIN:
+        elif writer.role == "encoder":
             self.machine.encoder_gone(writer.who, writer.pid)
 
     async def drop_stalled(self) -> None:

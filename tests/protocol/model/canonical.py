@@ -237,7 +237,7 @@ class _Describer:
         run = None if p.run is None else (p.run.snapshot, p.run.slot)
         age = self.world.newest_incarnation - p.incarnation
         ahead = self._ahead(p.iteration)
-        begun = p.copied, p.given
+        begun = p.copied, p.given, p.released
         return self._shard(node, p.shard), age, ahead, arena, p.last_permit, run, *begun
 
     def _encoder(self, node: Node, p: Encoder) -> View:
@@ -327,6 +327,7 @@ class _Describer:
             self.worlds.get(get("who") or "", 0),
             self._lost(node, get("stripes") or ()),
             get("left"),
+            isinstance(message, m.Admit) and message.keep != (),
         )
 
     def _lost(self, node: Node, stripes: Iterable[m.StripeOrder]) -> View:
@@ -409,6 +410,7 @@ class _Describer:
                 world.over,
                 world.newest,
                 world.disk_away,
+                world.knows_trainers,
             ),
             (world.drains_begun, world.readers_seen),
             tuple((one.snapshot, one.lineage) for one in world.disk),
