@@ -212,6 +212,9 @@ class LocalServer:
         elif isinstance(message, m.Rewind):
             self._check_led()
             service.rewind = message.before
+        elif isinstance(message, m.Evacuate):
+            self._check_led()
+            service.evacuations[message.node] = message
         elif isinstance(message, m.Discard):
             await self._discard()
         elif isinstance(message, m.Pin):

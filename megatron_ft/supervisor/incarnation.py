@@ -19,6 +19,7 @@ from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.drains import Drains
 from megatron_ft.supervisor.encoder_world import WorldKeeper
+from megatron_ft.supervisor.evacuation import Evacuations
 from megatron_ft.supervisor.failures import NODE_LOST, RERUN_CODES, Failure
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
@@ -54,6 +55,7 @@ class Incarnation:
     pacing: Pacing
     drains: Drains
     watch: JobWatch
+    evacuations: Evacuations
     registration: Registration = field(init=False)
     declined: bool = field(init=False, default=False)
     refusal: MegatronFTError | None = field(init=False, default=None)
@@ -122,10 +124,11 @@ class Incarnation:
         silent = asyncio.create_task(coordinator.silent.wait())
         rewind = asyncio.create_task(coordinator.rewind_asked.wait())
         hang = asyncio.create_task(self.watch.until_hang())
+        move = asyncio.create_task(self.evacuations.until_due())
         try:
             while True:
                 smp = asyncio.create_task(smps.ended())
-                waits: set[asyncio.Task[Any]] = {trainers, silent, smp, rewind, hang}
+                waits: set[asyncio.Task[Any]] = {trainers, silent, smp, rewind, hang, move}
                 waits |= set() if beginning.done() else {beginning}
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 dead = smp.result() if smp.done() else []
@@ -134,6 +137,9 @@ class Incarnation:
                     return await self._trainers_ended(trainers.result())
                 if rewind.done():
                     return Failure(self.quarantine.rewind(), asked=True)
+                if move.done():
+                    self.watch.clock.detected(self.evacuations.standing)
+                    return move.result()
                 if hang.done():
                     found = hang.result()
                     return Failure(found.signature, "a hang", found.node, training=True)
@@ -147,7 +153,7 @@ class Incarnation:
                 if reason := await self.members.replace_smps(dead):
                     return Failure(reason, "a snapshot daemon was not replaced", dead[0])
         finally:
-            for task in (trainers, silent, rewind, hang, beginning):
+            for task in (trainers, silent, rewind, hang, move, beginning):
                 task.cancel()
 
     async def _trainers_ended(self, first: TrainerExit) -> Failure | None:

@@ -34,7 +34,12 @@ from megatron_ft.supervisor.connections import ARENA_TIMEOUT_SECONDS
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.failures import NODE_LOST, Failure
 from megatron_ft.supervisor.job_state import JobRecord, JobState
-from megatron_ft.supervisor.placement import choose_active, choose_spares, stripes_by_position
+from megatron_ft.supervisor.placement import (
+    choose_active,
+    choose_spares,
+    nodes_to_replace,
+    stripes_by_position,
+)
 from megatron_ft.supervisor.processes import Result, SmpFleet, unless
 from megatron_ft.supervisor.registration import OTHER_SHAPE
 from megatron_ft.supervisor.spec import JobSpec
@@ -141,6 +146,8 @@ class Membership:
         self._began, self._heard = time.monotonic(), dict[str, float]()
         self._led = False
         self._aside: set[str] = set()
+        self.leaving: set[str] = set(state.record.evacuated)
+        """Nodes that shall not train: their ranks move to spares with the next incarnation."""
 
     def places(self, active: Sequence[str] = ()) -> dict[str, str]:
         """Shard to node, as far as shards are known from earlier incarnations.
@@ -213,6 +220,7 @@ class Membership:
         """Put a spare in the position of each lost node; NoSpareError if there are too few."""
         spares = [n for n in self.usable(admitted) if n not in self.active]
         lost = self.lost(admitted)
+        replaced = nodes_to_replace(self.active, lost, self.leaving, len(spares))
         for node in [node for node in lost if node not in self._aside]:
             self._give_up(node)
             self._emit("node_lost", f"node {node} is lost", node)
@@ -223,8 +231,9 @@ class Membership:
                 admitted,
                 len(lost) - len(spares),
             )
-        if lost:
-            self._place_spares(admitted, lost, spares)
+        if replaced:
+            self._place_spares(admitted, replaced, spares)
+        self._shall_leave(self.leaving - set(self.active))
 
     def _place_spares(self, admitted: Inventories, lost: list[str], spares: list[str]) -> None:
         """Spares of failure domains that keep the rule of stripes, as far as there are some."""
@@ -243,8 +252,26 @@ class Membership:
             self._emit("crowded", f"{text}the loss of {most}: no spare of another is left", name)
 
     def usable(self, admitted: Inventories) -> list[str]:
-        """The admitted nodes but those that were set aside."""
-        return [node for node in admitted if node not in self._aside]
+        """The admitted nodes but those that were set aside or evacuated."""
+        away = self._aside | self.evacuated
+        return [node for node in admitted if node not in away]
+
+    @property
+    def evacuated(self) -> set[str]:
+        """Nodes that do not train any more and are no spares."""
+        return self.leaving - set(self.active)
+
+    def evacuate(self, node: str, *, undo: bool = False) -> None:
+        """Have the next incarnation give the position of ``node`` to a spare, if there is one.
+
+        With ``undo`` it may train again.  A later supervisor knows it too.
+        """
+        self._shall_leave(self.leaving - {node} if undo else self.leaving | {node})
+
+    def _shall_leave(self, nodes: set[str]) -> None:
+        if nodes != self.leaving:
+            self._state.update(evacuated=tuple(sorted(nodes)))
+            self.leaving = nodes
 
     @property
     def ranks(self) -> int:
@@ -272,7 +299,7 @@ class Membership:
 
     def free_spares(self) -> list[str]:
         """Nodes that answer and could take the place of another one."""
-        used = {*self.active, *self._aside}
+        used = {*self.active, *self._aside, *self.leaving}
         return [node for node in self._coordinator.links if node not in used]
 
     def spares_gone(self) -> bool:
