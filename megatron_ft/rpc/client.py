@@ -16,7 +16,7 @@ from pathlib import Path
 
 import zmq
 
-from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.core.environment import ProcessEnvironment, start_kind
 from megatron_ft.core.errors import ControlPlaneError, error_class
 from megatron_ft.core.identity import RankRule, SealedRecord, SnapshotId
 from megatron_ft.core.procfs import pid_namespace
@@ -83,6 +83,7 @@ class TrainerClient:
             coordinates=coordinates,
             incarnation=self._environment.incarnation,
             pid_namespace=pid_namespace(),
+            start=start_kind(),
         )
         welcome = self._ask(message, m.Welcome, HELLO_TIMEOUT_SECONDS)
         assert isinstance(welcome, m.Welcome)

@@ -72,7 +72,7 @@ class Incarnation:
         try:
             if self.spec.scheme.parity_members and not self.world.wanted:
                 self.world.start(plan.active)
-            self.watch.begin_incarnation(self.members.ranks)
+            self.watch.begin_incarnation(self.members.ranks, plan.decided)
             source = self.quarantine.source(plan.decision)
             await self._start_trainers({RESTORE: source})
             return await self._watch(asyncio.create_task(self._begin_snapshots()))
@@ -94,6 +94,7 @@ class Incarnation:
         """Await all ranks, make arenas, let trainers begin, and permit snapshots."""
         spec, plan, registration = self.spec, self.plan, self.registration
         await registration.wait(spec.settings.register_timeout_seconds)
+        self.watch.clock.registered(registration.starts())
         stored = plan.decision.stripes if plan.decision.snapshot is not None else ()
         places = registration.places()
         nodes = sorted(set(places.values()))

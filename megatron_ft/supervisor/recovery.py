@@ -11,8 +11,9 @@ restored snapshot is complete and committed everywhere again.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_ft.checkpoint.decide import Decision, decide
 from megatron_ft.checkpoint.drained import Choice
@@ -52,7 +53,8 @@ class RestorePlan:
     """A decision, where shards live now, and the new lineage.
 
     ``disk`` is set where the snapshot comes from a drained checkpoint; ``kept`` are ranks whose
-    process lives, has let go of its arenas and waits to train again.
+    process lives, has let go of its arenas and waits to train again; ``decided`` is when this was
+    decided.
     """
 
     decision: Decision
@@ -63,6 +65,7 @@ class RestorePlan:
     slot_count: int
     disk: DiskSource | None = None
     kept: tuple[int, ...] = ()
+    decided: float = field(default_factory=time.monotonic)
 
     def adoption(self, node: str) -> m.Adopt:
         """Request by which ``node`` keeps its shards, or nothing if nothing is restored."""

@@ -13,7 +13,6 @@ import logging
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
@@ -22,7 +21,7 @@ import torch
 import zmq
 
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.core.environment import START, STARTED, ProcessEnvironment
+from megatron_ft.core.environment import START, ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError, NotUnderSupervisorError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Connection
@@ -150,8 +149,7 @@ class RestartClient:
                 f"{REENTER_SECONDS:.0f} s"
             ) from None
         log.info("rank %d restarts in process for incarnation %d", self._rank, again.incarnation)
-        os.environ.update(again.environment)
-        os.environ.update({START: "in process", STARTED: repr(time.monotonic())})
+        os.environ.update({**again.environment, START: "in process"})
 
     def close(self) -> None:
         """Leave the SMP; it kills this process at the next restart."""
