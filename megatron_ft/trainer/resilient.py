@@ -27,7 +27,7 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Connection
 from megatron_ft.trainer import rendezvous
 from megatron_ft.trainer.interrupt import Interrupter, RestartRequested
-from megatron_ft.trainer.teardown import Settings, tear_down
+from megatron_ft.trainer.teardown import ProcessState, tear_down
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class RestartClient:
     def __init__(self, environment: ProcessEnvironment, rank: int) -> None:
         self.interrupter = Interrupter()
         self._environment, self._rank = environment, rank
-        self._settings = Settings()
+        self._state = ProcessState()
         self._known, self._requested = threading.Event(), threading.Event()
         self._reenter: queue.SimpleQueue[m.Reenter] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
@@ -138,7 +138,7 @@ class RestartClient:
 
         Raises what tear_down raises, and ControlPlaneError when nobody wants this rank any more.
         """
-        tear_down(self._settings)
+        tear_down(self._state)
         self._requested.clear()
         os.write(self._wake_write, b"down")
         try:
