@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from megatron_ft.core.frameworks import Function, wrap
+from megatron_ft.trainer.package_state import PackageState
 from megatron_ft.trainer.teardown import on_teardown
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,6 @@ def install(run_resilient: RunResilient) -> None:
 
     wrap(training, "pretrain", partial(_resilient, run_resilient))
     megatron.training.pretrain = training.pretrain
-    on_teardown(reset)
 
 
 def _resilient(run_resilient: RunResilient, original: Function) -> Function:
@@ -40,6 +39,7 @@ def _resilient(run_resilient: RunResilient, original: Function) -> Function:
         except Exception as error:  # a store, a process group: made outside, once
             log.warning("training cannot restart in process, but in a new one: %r", error)
             return original(*args, **kwargs)
+        remove = on_teardown(partial(_reset, PackageState("megatron")))
         entries = 0
 
         def enter() -> Any:
@@ -52,17 +52,21 @@ def _resilient(run_resilient: RunResilient, original: Function) -> Function:
                 global_vars.set_global_variables(options)
             return original(*again, **keywords)
 
-        return run_resilient(enter)
+        try:
+            return run_resilient(enter)
+        finally:
+            remove()
 
     return pretrain
 
 
-def reset() -> None:
-    """Bring Megatron's modules to the state that an import leaves, wherever training ended."""
-    global_vars: Any = sys.modules.get("megatron.training.global_vars")
-    training: Any = sys.modules.get("megatron.training.training")
-    if global_vars is None or training is None:
-        return
+def _reset(before: PackageState) -> None:
+    """Leave Megatron's modules as they were ``before``, but without arguments."""
+    from megatron.training import global_vars, training
+
     if writer := global_vars._GLOBAL_TENSORBOARD_WRITER:
         writer.close()
+    training.destroy_global_state()
+    before.restore()
+    # Their values of the first entry, where arguments were parsed before it.
     training.destroy_global_state()
