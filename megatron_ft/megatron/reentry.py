@@ -1,7 +1,8 @@
 """Enters Megatron's ``pretrain`` again in a process that has trained before.
 
 Megatron 0.19 parses its arguments before ``pretrain``, older releases in it.  Training changes
-them, and the configuration that ``pretrain`` gets; so each entry has a copy of both.
+them, and puts its optimizer and model into the configuration that ``pretrain`` gets.  So each
+entry has copies of both, and what the caller holds stays as it was.
 """
 
 from __future__ import annotations
@@ -34,23 +35,22 @@ def _resilient(run_resilient: RunResilient, original: Function) -> Function:
     def pretrain(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import global_vars
 
+        given = (global_vars._GLOBAL_ARGS, args, kwargs)
         try:
-            pristine = copy.deepcopy((global_vars._GLOBAL_ARGS, args, kwargs))
+            given = copy.deepcopy(given)
         except Exception as error:  # a store, a process group: made outside, once
             log.warning("training cannot restart in process, but in a new one: %r", error)
             return original(*args, **kwargs)
         remove = on_teardown(partial(_reset, PackageState("megatron")))
-        entries = 0
+        entered = False
 
         def enter() -> Any:
-            nonlocal entries
-            entries += 1
-            if entries == 1:
-                return original(*args, **kwargs)
-            options, again, keywords = copy.deepcopy(pristine)
-            if options is not None:
+            nonlocal entered
+            options, copied, keywords = copy.deepcopy(given)
+            if entered and options is not None:
                 global_vars.set_global_variables(options)
-            return original(*again, **keywords)
+            entered = True
+            return original(*copied, **keywords)
 
         try:
             return run_resilient(enter)
