@@ -17,19 +17,21 @@ from megatron_ft.arena.format import SlotHeader
 from megatron_ft.core.identity import Ancestor, Count, Iteration, ShardId, SnapshotId
 from megatron_ft.rpc import node_messages as node
 from megatron_ft.rpc.heartbeat_page import PulseReport
-from megatron_ft.rpc.node_messages import Message, Seconds, StripeOrder
+from megatron_ft.rpc.node_messages import Message, Name, Seconds, StripeOrder
 
 
 class Grant(Message, frozen=True):
     """Permit ``snapshot`` at ``iteration`` to every trainer of the node.
 
-    With ``give_up_protected`` the last protected one makes room if nothing else can.
+    With ``give_up_protected`` the last protected one makes room if nothing else can.  Trainers
+    stay at this boundary for up to ``stay`` seconds, as the Permit says.
     """
 
     incarnation: Count
     snapshot: SnapshotId
     iteration: Count
     give_up_protected: bool = False
+    stay: Seconds = 0.0
 
 
 class Encode(Message, frozen=True):
@@ -221,6 +223,22 @@ class Rewind(Message, frozen=True):
     before: Iteration
 
 
+ON_REQUEST = "on request"
+
+
+class Evacuate(Message, frozen=True):
+    """Have the ranks of ``node`` move to a spare; passed on with each heartbeat.
+
+    With ``undo`` a node that was evacuated is a spare again.  ``number`` tells requests apart;
+    ``reason`` is for people.
+    """
+
+    node: Name
+    number: Name
+    reason: Name = ON_REQUEST
+    undo: bool = False
+
+
 class Discard(Message, frozen=True):
     """Free the arenas and exit: for a job that has no supervisor any more."""
 
@@ -290,7 +308,8 @@ class LeaseAnswer(Message, frozen=True):
     node have committed.
     ``rewind`` is the user's request on which the present coordinator has not acted yet.
     ``pulses`` maps shard ids to their trainers' heartbeats, ``summary`` the parts of the
-    job's summary that the node has to their digests.
+    job's summary that the node has to their digests.  ``evacuations`` are the requests that came
+    to this SMP since the present coordinator began.
     """
 
     node: str
@@ -305,6 +324,7 @@ class LeaseAnswer(Message, frozen=True):
     summary: dict[str, bytes] = {}
     crowded: bool = False
     held: tuple[HeldSnapshot, ...] = ()
+    evacuations: tuple[Evacuate, ...] = ()
 
 
 def summary_digest(part: bytes) -> bytes:
@@ -374,6 +394,7 @@ class ReaderStalled(Message, frozen=True):
 
 EventBody = (
     node.Hello
+    | node.Restartable
     | node.Prepare
     | node.Sealed
     | node.Missed

@@ -59,10 +59,28 @@ class ControlServer:
             return await _REQUESTS[kind](self, request) or m.Ok()
         if isinstance(request, m.Grant):
             service.store.require_in_place()
+            if request.stay:
+                return await self._grant_stay(request)
         if isinstance(request, m.Adopt):
             await service.keep_only(request.keep)
             service.store.set_lineage(request.incarnation, request.lineage)
         return service.machine.handle(request)
+
+    async def _grant_stay(self, request: m.Grant) -> m.Message:
+        """Permit a snapshot whose boundary trainers must not leave; refused if one has passed it.
+
+        A rank that has not seen the permit there would wait in the next iteration for those that
+        stay behind.
+        """
+        answer = self._service.machine.handle(request)
+        await self._service.carry_out()  # trainers publish their progress before they read permits
+        late = [
+            s for s, done in self._service.store.progress().items() if done >= request.iteration
+        ]
+        if isinstance(answer, m.Ok) and late:
+            text = f"{', '.join(late)} had passed iteration {request.iteration}"
+            raise m.TransitionRefusedError(text)
+        return answer
 
     async def _create_arena(self, request: m.CreateArena) -> None:
         service = self._service
@@ -122,6 +140,7 @@ class ControlServer:
             summary=m.summary_digests(service.summary),
             crowded=machine.crowded(),
             held=machine.held(),
+            evacuations=tuple(service.evacuations.values()),
         )
 
     async def _admit(self, identity: bytes, request: m.Admit) -> m.Message:
@@ -141,6 +160,8 @@ class ControlServer:
             await service.kill_writers(older)
         if identity == service.events.coordinator:
             service.rewind = None  # a coordinator that comes after may not have received it
+        else:
+            service.evacuations.clear()
         await service.carry_out()  # so that the machine knows no more than headers say
         service.store.examine(machine)
         service.events.coordinator = identity

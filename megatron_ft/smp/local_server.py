@@ -74,6 +74,7 @@ class LocalServer:
             return m.Noted() if isinstance(message, m.Restored) else None
         if isinstance(message, m.Restartable):
             service.survivors.enter(message, identity)
+            await service.events.emit(message)
             return m.Ok()
         if isinstance(message, m.Released):
             service.survivors.released(message)
@@ -211,6 +212,9 @@ class LocalServer:
         elif isinstance(message, m.Rewind):
             self._check_led()
             service.rewind = message.before
+        elif isinstance(message, m.Evacuate):
+            self._check_led()
+            service.evacuations[message.node] = message
         elif isinstance(message, m.Discard):
             await self._discard()
         elif isinstance(message, m.Pin):

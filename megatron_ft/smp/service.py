@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 
 KILL_TIMEOUT_SECONDS = 15.0
 
+SIGTERM_REASON = "its SMP got SIGTERM"
+
 
 class SmpService:
     """The state of one SMP: both servers (Unix socket and control plane) work on it.
@@ -76,6 +78,7 @@ class SmpService:
         self._lease_begun = 0.0
         self.summary: dict[str, bytes] = {}
         self.rewind: int | None = None
+        self.evacuations: dict[str, m.Evacuate] = {}
         self.scrub_percent = 0.0
         self.scrub_counts = m.ScrubCounts()
         self.restore: m.RestoreReady | None = None
@@ -159,6 +162,16 @@ class SmpService:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.failure = self.failure or error
             self.retired.set()
+
+    def terminated(self) -> None:
+        """SIGTERM: the node is about to go.  Its ranks move, where a supervisor has a spare.
+
+        The memory stays until then: a scheduler may warn all nodes of a job, whose supervisor then
+        drains it.
+        """
+        log.warning("SIGTERM: the supervisor is asked to evacuate node %s", self.machine.node)
+        request = m.Evacuate(self.machine.node, uuid.uuid4().hex, SIGTERM_REASON)
+        self.evacuations[request.node] = request
 
     # Writers and readers.
 
