@@ -27,10 +27,11 @@ _callbacks: list[Callable[[], None]] = []
 def on_teardown(callback: Callable[[], None]) -> Callable[[], None]:
     """Have ``callback`` called by each ``tear_down``; the function that takes it off again.
 
-    The last one that was added is called first.  It has to take it that training ended at any
+    The last one that was added is called first, and each once.  It has to take it that training ended at any
     point, or never began.
     """
-    _callbacks.append(callback)
+    if callback not in _callbacks:
+        _callbacks.append(callback)
 
     def remove() -> None:
         if callback in _callbacks:

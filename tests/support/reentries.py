@@ -69,6 +69,7 @@ class Reentries:
         meeting = Meeting(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         rendezvous.install()
         settings, interrupter, result = ProcessState(), Interrupter(), None
+        before = global_values("megatron") if "DEBUG_GLOBALS" in os.environ else {}
         for number in range(self._entries):
             meeting.next_port()
             started = time.monotonic()
@@ -83,6 +84,11 @@ class Reentries:
             times = f"{ended - started:.3f} s, torn down in {time.monotonic() - ended:.3f} s"
             print(f"entry {number}: {times}, {self.usages[-1]}", flush=True)
             self._after(number)
+            if before:
+                now = global_values("megatron")
+                for name in now:
+                    if now[name] != before.get(name) and not name.startswith("megatron.core.datasets.help"):
+                        print(f"GLOBAL {number} {name}: {before.get(name, '')[:80]} -> {now[name][:150]}", flush=True)
         return result
 
 
