@@ -106,6 +106,8 @@ def render(name: str, job: dict[str, Any]) -> str:
         lines.append(
             f"the last {summary['given_up']} snapshots were given up: {summary['given_up_reason']}"
         )
+    if recovery := summary.get("watch", {}).get("recovery"):
+        lines.append(f"last restart: {recovery['text']}")
     lines.append(_scrub_line(job))
     return "\n".join(lines)
 

@@ -20,9 +20,10 @@ from megatron_ft.core.environment import RESTORE
 from megatron_ft.core.errors import ConfigError, UnsupportedVersionError
 from megatron_ft.core.frameworks import Function, wrap
 from megatron_ft.core.identity import SHRINK
-from megatron_ft.megatron import arguments, own_checkpoints
+from megatron_ft.megatron import arguments, own_checkpoints, reentry
 from megatron_ft.megatron.run import SnapshotRun, make_manager, without_disk_load
 from megatron_ft.megatron.versions import check_megatron
+from megatron_ft.trainer.resilient import run_resilient
 
 if TYPE_CHECKING:
     from megatron_ft.trainer.manager import SnapshotManager
@@ -41,6 +42,7 @@ def install(manager_factory: ManagerFactory = make_manager) -> None:
     releases that work, if this one lacks something.
     """
     check_megatron()
+    reentry.install(run_resilient)
     from megatron.core.optimizer.optimizer import MegatronOptimizer
     from megatron.training import arguments as megatron_arguments
     from megatron.training import initialize, training, yaml_arguments

@@ -23,11 +23,11 @@ RunResilient = Callable[[Callable[[], Any]], Any]
 
 def install(run_resilient: RunResilient) -> None:
     """Have ``run_resilient`` call ``pretrain``, also in scripts that import it by name later."""
-    import megatron.training
     from megatron.training import training
 
     wrap(training, "pretrain", partial(_resilient, run_resilient))
-    megatron.training.pretrain = training.pretrain
+    # The package has it by name too, and may be in the midst of its own import.
+    sys.modules[training.__package__].pretrain = training.pretrain  # type: ignore[attr-defined]
     on_teardown(reset)
 
 

@@ -394,6 +394,7 @@ class ReaderStalled(Message, frozen=True):
 
 EventBody = (
     node.Hello
+    | node.Restartable
     | node.Prepare
     | node.Sealed
     | node.Missed

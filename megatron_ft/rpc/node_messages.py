@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 
 from megatron_ft.arena.format import MAX_MEMBERS
+from megatron_ft.core.environment import StartKind
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.identity import Count, Hash, RankRule, SealedRecord, ShardId, SnapshotId
 
@@ -57,7 +58,7 @@ class Hello(Message, frozen=True):
     """A trainer introduces itself and is watched through a pidfd from here on.
 
     ``coordinates`` are its model-parallel coordinates without the data-parallel one;
-    ``pid_namespace`` is where ``pid`` holds, 0 if that is not known.
+    ``pid_namespace`` is where ``pid`` holds, 0 if that is not known; ``start`` is how it came up.
     """
 
     pid: Pid
@@ -68,6 +69,7 @@ class Hello(Message, frozen=True):
     coordinates: tuple[int, ...]
     incarnation: Count
     pid_namespace: Count = 0
+    start: StartKind = "cold"
 
 
 class Welcome(Message, frozen=True):

@@ -74,6 +74,7 @@ class LocalServer:
             return m.Noted() if isinstance(message, m.Restored) else None
         if isinstance(message, m.Restartable):
             service.survivors.enter(message, identity)
+            await service.events.emit(message)
             return m.Ok()
         if isinstance(message, m.Released):
             service.survivors.released(message)

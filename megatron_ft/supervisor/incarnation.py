@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,25 +66,35 @@ class Incarnation:
 
     async def run(self) -> Failure | None:
         """None when training has finished; errors of nodes and of memory are raised."""
-        plan, ranks = self.plan, self.members.ranks
-        listeners = [self.registration.on_event, self._on_declined]
+        plan = self.plan
+        listeners = [self.registration.on_event, self._on_restartable, self._on_declined]
         self.coordinator.listeners += listeners
         try:
             if self.spec.scheme.parity_members and not self.world.wanted:
                 self.world.start(plan.active)
-            self.watch.begin_incarnation(ranks)
+            self.watch.begin_incarnation(self.members.ranks, plan.decided)
             source = self.quarantine.source(plan.decision)
-            self.trainers.start(plan.active, plan.incarnation, {RESTORE: source})
-            self._emit("trainers_started", f"{ranks} trainers started")
+            await self._start_trainers({RESTORE: source})
             return await self._watch(asyncio.create_task(self._begin_snapshots()))
         finally:
             for listener in listeners:
                 self.coordinator.listeners.remove(listener)
 
+    async def _start_trainers(self, extra: Mapping[str, str]) -> None:
+        """Let survivors train again, and start the other ranks."""
+        plan, trainers = self.plan, self.trainers
+        kept = trainers.in_place(plan.active, plan.kept)
+        await trainers.kill_all(but=kept)
+        await self.coordinator.ask_all(trainers.start(plan.active, plan.incarnation, extra, kept))
+        text = f"{self.members.ranks - len(kept)} trainers started"
+        text += f", {len(kept)} restart in process" if kept else ""
+        self._emit("trainers_started", text, in_process=sorted(kept))
+
     async def _begin_snapshots(self) -> None:
         """Await all ranks, make arenas, let trainers begin, and permit snapshots."""
         spec, plan, registration = self.spec, self.plan, self.registration
         await registration.wait(spec.settings.register_timeout_seconds)
+        self.watch.clock.registered(registration.starts())
         stored = plan.decision.stripes if plan.decision.snapshot is not None else ()
         places = registration.places()
         nodes = sorted(set(places.values()))
@@ -178,6 +189,10 @@ class Incarnation:
             return Failure(why, f"a trainer {how}")
         outside = -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
         return Failure(text, f"a trainer {how}", node, training=not outside)
+
+    def _on_restartable(self, event: m.NodeEvent) -> None:
+        if isinstance(event.body, m.Restartable):
+            self.trainers.restartable.add(event.body.rank)
 
     def _on_declined(self, event: m.NodeEvent) -> None:
         """Emit once that trainers take another start than the one that was announced."""

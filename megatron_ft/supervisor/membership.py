@@ -10,7 +10,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -53,22 +54,29 @@ may include an arena whose pages are all touched."""
 Inventories = dict[str, m.Inventory]
 """Inventory of each node that was admitted into the present incarnation, by node."""
 
+LivingRanks = Mapping[str, Sequence[int]]
+"""Ranks whose trainers live and could restart in their process, by node."""
 
-async def admit(coordinator: Coordinator, incarnation: int, nodes: Sequence[str]) -> Inventories:
+
+async def admit(
+    coordinator: Coordinator, incarnation: int, nodes: Sequence[str], keep: LivingRanks
+) -> Inventories:
     """Fence every node for ``incarnation`` and collect what it holds.
 
-    A node that does not answer, is silent, or cannot confirm that its older writers are
-    dead, counts as lost.  A node that still obeys another coordinator is waited for: its
-    lease runs out.
+    Trainers of ``keep`` may live, if they provably let go of their arenas.  A node that does not
+    answer, is silent, or cannot confirm that its older writers are gone, counts as lost.  A node
+    that still obeys another coordinator is waited for: its lease runs out.
     """
     reach("recovery.admitting")
     coordinator.incarnation, coordinator.resumed_from = incarnation, None
-    answers = await asyncio.gather(*(_admit(coordinator, incarnation, n) for n in nodes))
+    requests = [
+        m.Admit(incarnation, coordinator.timing.lease, tuple(keep.get(node, ()))) for node in nodes
+    ]
+    answers = await asyncio.gather(*map(partial(_admit, coordinator), nodes, requests))
     return {n: a for n, a in zip(nodes, answers, strict=True) if a is not None}
 
 
-async def _admit(coordinator: Coordinator, incarnation: int, node: str) -> m.Inventory | None:
-    request = m.Admit(incarnation, coordinator.timing.lease)
+async def _admit(coordinator: Coordinator, node: str, request: m.Admit) -> m.Inventory | None:
     while node in coordinator.links:
         answer = await _ask_unless_silent(coordinator, node, request)
         if isinstance(answer, m.Inventory):
@@ -81,7 +89,7 @@ async def _admit(coordinator: Coordinator, incarnation: int, node: str) -> m.Inv
         elif answer.error == "StaleIncarnationError":
             raise IncarnationHigherError(answer.reason)
         else:
-            text = f"node {node} refused incarnation {incarnation}: {answer.reason}"
+            text = f"node {node} refused incarnation {request.incarnation}: {answer.reason}"
             coordinator.observers.emit("refused", text, node=node)
             return None
     return None
@@ -152,8 +160,8 @@ class Membership:
             shard: nodes[seat.rank // per_node] for shard, seat in self._state.record.shards.items()
         }
 
-    async def admit_all(self) -> Inventories:
-        """Start a new incarnation on every node that can be reached.
+    async def admit_all(self, keep: LivingRanks) -> Inventories:
+        """Start a new incarnation on every node that can be reached; ``keep`` as for ``admit``.
 
         Nodes that cannot be, and may still run trainers, are waited for: their leases end.
         StaleIncarnationError when somebody else leads the job by now.
@@ -163,7 +171,7 @@ class Membership:
         nodes = await self._reachable()
         while True:
             try:
-                work = admit(self._coordinator, incarnation, nodes)
+                work = admit(self._coordinator, incarnation, nodes, keep)
                 admitted = await self.smps.while_all_run(work)
                 self._check(admitted)
                 await self._await_leases(admitted)

@@ -176,12 +176,14 @@ class Supervisor:
             self._reached = progress if progress >= 0 else self._reached
             self.coordinator.stop_snapshots()
             self._watch.clock.failed()
-            await self.trainers.kill_all()
+            # Ranks that have not trained may be the cause of the failure.
+            survivors = self.trainers.restartable if progress >= 0 else ()
+            await self.trainers.kill_all(but=survivors)
             self.world.stop()
 
     async def _recover_and_train(self) -> Failure | None:
         try:
-            plan = await self._recovery.run(self._reached)
+            plan = await self._recovery.run(self._reached, self.trainers.survivors())
         except NoSpareError as error:
             await self._emergency.run(error.admitted)
             if await self._emergency.shrink(error.admitted):

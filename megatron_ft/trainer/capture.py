@@ -315,10 +315,15 @@ class Capture:
                 reason,
             )
 
-    def close(self) -> None:
-        """Let a running capture end, then unmap the arena; a second call does nothing."""
+    def close(self, *, at_once: bool = False) -> None:
+        """Let a running capture end, or give it up, and unmap the arena.
+
+        A second call does nothing.
+        """
         engine, self._engine = self._engine, None
         if engine is not None:
+            if at_once and self._run is not None:
+                self._run.stop("the job restarts")
             self.fence()
             engine.close(self._timeout_seconds)
 

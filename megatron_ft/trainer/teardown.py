@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+
+from megatron_ft.trainer.state import RngState
 
 LEAVE_SECONDS = 2.0
 """Time for a process that the training function started, to end when asked to."""
@@ -60,23 +63,29 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 """How to get and set what is kept for the whole process or thread, and a training changes."""
 
 
-class Settings:
-    """Values of torch's settings, as they are now."""
+class ProcessState:
+    """What a new process begins with, as it is now: settings, random states, working directory.
+
+    A script that seeds nothing must begin with the same numbers as in a new process.
+    """
 
     def __init__(self) -> None:
         self._values = [get() for get, _ in _SETTINGS]
+        self._random, self._folder = RngState().state_dict(), os.getcwd()
 
     def restore(self) -> None:
-        """Make them hold again."""
+        """Make it hold again."""
+        RngState().load_state_dict(self._random)
+        os.chdir(self._folder)
         for (get, put), value in zip(_SETTINGS, self._values, strict=True):
             if get() != value:
                 put(value)
 
 
-def tear_down(settings: Settings) -> None:
-    """Close and reset everything that a training function made; random states stay as they are.
+def tear_down(state: ProcessState) -> None:
+    """Close and reset everything that a training function made.
 
-    ``settings`` are those from before its first call.  Raises whatever fails: the process is then
+    ``state`` is that from before its first call.  Raises whatever fails: the process is then
     in no state to train, and has to end.
     """
     for callback in reversed(_callbacks):
@@ -85,7 +94,7 @@ def tear_down(settings: Settings) -> None:
     # Cycles hold models, optimizers and loaders; a loader's processes end with it.
     gc.collect()
     _end_workers()
-    settings.restore()
+    state.restore()
     cuda: Any = torch.cuda
     if cuda.is_initialized():
         cuda.empty_cache()

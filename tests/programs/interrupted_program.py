@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from megatron_ft.core.process_tools import free_port
 from megatron_ft.trainer import rendezvous as rendezvous_in_python
 from megatron_ft.trainer.interrupt import Interrupter, RestartRequested
-from megatron_ft.trainer.teardown import Settings, tear_down
+from megatron_ft.trainer.teardown import ProcessState, tear_down
 
 RANK_0_ALONE = 600.0
 """What the other rank does meanwhile: it sleeps."""
@@ -207,7 +207,7 @@ def main() -> None:
     rank, rounds = int(os.environ["RANK"]), int(sys.argv[1])
     meeting = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0)
     rendezvous_in_python.install()
-    settings, interrupter = Settings(), Interrupter()
+    settings, interrupter = ProcessState(), Interrupter()
     chance = random.Random(rank)
     only = sys.argv[2:]
     ways = [train for train in (*ALONE, *TOGETHER) if not only or train.__name__ in only]

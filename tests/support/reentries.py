@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 from megatron_ft.core.process_tools import free_port
 from megatron_ft.trainer import rendezvous
 from megatron_ft.trainer.interrupt import Interrupter, RestartRequested
-from megatron_ft.trainer.teardown import Settings, tear_down
+from megatron_ft.trainer.teardown import ProcessState, tear_down
 
 
 class Usage(NamedTuple):
@@ -68,7 +68,7 @@ class Reentries:
         """What the last call returned."""
         meeting = Meeting(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         rendezvous.install()
-        settings, interrupter, result = Settings(), Interrupter(), None
+        settings, interrupter, result = ProcessState(), Interrupter(), None
         for number in range(self._entries):
             meeting.next_port()
             started = time.monotonic()

@@ -28,7 +28,9 @@ HOLD = {
 def test_a_process_with_an_arena_is_seen(tmp_path: Path, what: str) -> None:
     path = tmp_path / f"dp0{SUFFIX}"
     path.write_bytes(bytes(mmap.PAGESIZE))
-    script = f"import mmap, os, sys; path = sys.argv[1]; {HOLD[what]}\nprint(1, flush=True); input()"
+    script = (
+        f"import mmap, os, sys; path = sys.argv[1]; {HOLD[what]}\nprint(1, flush=True); input()"
+    )
     child = subprocess.Popen(
         [sys.executable, "-c", script, str(path)],
         stdin=subprocess.PIPE,
