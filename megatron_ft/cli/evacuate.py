@@ -21,6 +21,7 @@ from megatron_ft.cli import common
 from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask, sockets
+from megatron_ft.supervisor.job_state import JobHeldError, JobState, read_record, state_folder
 
 EXIT_REFUSED = 1
 EXIT_CODES: Mapping[int, str] = {
@@ -42,11 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=600.0,
         help="how long to wait for the end of the move (default: %(default)g)",
     )
-    common.add_argument(parser)
+    common.add_folders(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Ask an SMP of the job, whose supervisor hears of it, and wait for what becomes of it."""
+    if arguments.undo and _noted(arguments):
+        print(f"{arguments.node} may train when the job is run again")
+        return 0
     request = m.Evacuate(arguments.node, uuid.uuid4().hex, undo=arguments.undo)
     path = _asked(list(sockets(common.root_of(arguments), arguments.job)), request, arguments.job)
     deadline = time.monotonic() + arguments.wait_seconds
@@ -74,6 +78,20 @@ def _asked(paths: list[Path], request: m.Evacuate, job: str) -> Path:
             return path
         reasons.append(f"{path.parent.name}: {answer.reason}")
     raise ControlPlaneError("; ".join(reasons) or f"no SMP of job {job!r} runs here")
+
+
+def _noted(arguments: argparse.Namespace) -> bool:
+    """Undo it in the notes of a job that has stopped; False if it runs, or has no notes."""
+    folder = state_folder(arguments.job, arguments.state_dir)
+    if read_record(folder, arguments.job) is None:
+        return False
+    try:
+        with JobState(folder, arguments.job) as state:
+            left = [node for node in state.record.evacuated if node != arguments.node]
+            state.update(evacuated=tuple(left))
+    except JobHeldError:
+        return False
+    return True
 
 
 def _move(path: Path, request: m.Evacuate) -> dict[str, Any]:

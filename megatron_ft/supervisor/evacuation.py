@@ -37,7 +37,7 @@ PATIENCE_SECONDS = 600.0
 SETTLE_SECONDS = 1.0
 """Wait for more notices: a signal to the whole job reaches one node after the other."""
 
-POLL_SECONDS = 10.0
+POLL_SECONDS = 5.0
 """Interval of looks at what the scheduler says of the nodes."""
 
 
@@ -141,6 +141,7 @@ class Evacuations:
         """An incarnation is about to train: all that it needs is where its nodes are."""
         if self._moving is None:
             return
+        self._members.moved()
         (request, position), self._moving = self._moving, None
         node, spare = request.node, plan.active[min(position, len(plan.active) - 1)]
         if node in plan.active:
@@ -202,10 +203,9 @@ class Evacuations:
             reached = max(coordinator.progress.values(), default=-1)
             safe = coordinator.fallbacks().node_loss
             reason = loss_of_move(ended, reached, None if safe is None else safe.snapshot)
-            reason = reason or self._standing().against(node)
             if not reason:
                 self._note_standing()
-                return ""
+                return self._standing().against(node)
         return reason
 
     def _note_standing(self) -> None:

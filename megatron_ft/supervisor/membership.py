@@ -148,6 +148,7 @@ class Membership:
         self._aside: set[str] = set()
         self.leaving: set[str] = set(state.record.evacuated)
         """Nodes that shall not train: their ranks move to spares with the next incarnation."""
+        self._on_the_move: set[str] = set()
 
     def places(self, active: Sequence[str] = ()) -> dict[str, str]:
         """Shard to node, as far as shards are known from earlier incarnations.
@@ -220,14 +221,19 @@ class Membership:
         """Put a spare in the position of each lost node; NoSpareError if there are too few."""
         spares = [n for n in self.usable(admitted) if n not in self.active]
         lost = self.lost(admitted)
+        if len(spares) < len(lost):
+            # Better than none: a node whose move was cut short is still there.
+            spares += [n for n in admitted if n in self._on_the_move and n not in self.active]
         replaced = nodes_to_replace(self.active, lost, self.leaving, len(spares))
         for node in [node for node in lost if node not in self._aside]:
             self._give_up(node)
             self._emit("node_lost", f"node {node} is lost", node)
         if len(spares) < len(lost):
+            away = ", ".join(sorted(self.evacuated))
+            back = f"; or give {away} back: `megatron-ft evacuate --undo`" if away else ""
             raise NoSpareError(
                 f"node {', '.join(lost)} lost, or set aside, and no spare is left; its memory may "
-                "still be rebuilt: start the same command again with more --spares",
+                f"still be rebuilt: start the same command again with more --spares{back}",
                 admitted,
                 len(lost) - len(spares),
             )
@@ -264,9 +270,15 @@ class Membership:
     def evacuate(self, node: str, *, undo: bool = False) -> None:
         """Have the next incarnation give the position of ``node`` to a spare, if there is one.
 
-        With ``undo`` it may train again.  A later supervisor knows it too.
+        With ``undo`` it may train again.  A later supervisor knows it too.  Until ``moved`` the
+        node takes its position back if the spare is lost.
         """
+        self._on_the_move = set() if undo else {node}
         self._shall_leave(self.leaving - {node} if undo else self.leaving | {node})
+
+    def moved(self) -> None:
+        """Note that what evacuated nodes held is elsewhere now."""
+        self._on_the_move = set()
 
     def _shall_leave(self, nodes: set[str]) -> None:
         if nodes != self.leaving:

@@ -25,6 +25,10 @@ def evacuate(job: Job, node: str, *more: str) -> int:
     return main(["evacuate", node, *words, *more])
 
 
+def lose_spare(job: Job) -> None:
+    job.cluster.kill_node("n2")
+
+
 def done(job: Job) -> list[int]:
     """Every iteration that rank 0 has done, as often as it did it."""
     entries = map(json.loads, job.losses.read_text().splitlines())
@@ -58,4 +62,23 @@ def test_ranks_move_to_a_spare_and_no_iteration_is_done_twice(
     assert [e.fields["iterations_lost"] for e in of_kind(job, "restoring")] == [0, 0]
     assert job.supervisor.members.active == ["n1", "n2"], job.story()
     assert done(job) == list(range(1, ITERATIONS + 1)), job.story()
+    assert not difference(job.result(), uninterrupted(2, ITERATIONS)), job.story()
+
+
+@pytest.mark.parametrize("when", ["evacuating", "spare"])
+def test_a_node_trains_on_when_its_spare_is_lost_during_the_move(
+    made: list[Job], tmp_path: Path, uninterrupted: Uninterrupted, when: str
+) -> None:
+    """Before the incarnation ends, or after the spare has taken the place."""
+    job = Job(tmp_path, nodes=2, spares=1, iterations=ITERATIONS)
+    made.append(job)
+    job.at_event[when] = lose_spare
+
+    def move(job: Job) -> None:
+        assert evacuate(job, "n1") == 1, job.story()
+
+    job.run((6, move))
+    assert job.supervisor.members.active == ["n0", "n1"], job.story()
+    (refused,) = of_kind(job, "not_evacuated")
+    assert "spare" in refused.text and "training continues" in refused.text
     assert not difference(job.result(), uninterrupted(2, ITERATIONS)), job.story()
