@@ -44,5 +44,6 @@ def _owners(package: str) -> Iterator[Any]:
 
 def _variables(owner: Any) -> Iterator[tuple[str, Any]]:
     for name, value in list(vars(owner).items()):
-        if not name.startswith("__") and not isinstance(value, ModuleType):
+        special = name.startswith("__") and not hasattr(value, "cache_clear")
+        if not special and not isinstance(value, ModuleType):
             yield name, value
