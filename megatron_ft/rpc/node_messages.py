@@ -81,6 +81,39 @@ class Welcome(Message, frozen=True):
     source: str = ""
 
 
+class Restartable(Message, frozen=True):
+    """A trainer announces that it can enter its training function again in its process.
+
+    Sent once, over a connection that lasts as long as the process; answered by Ok.
+    """
+
+    pid: Pid
+    rank: Count
+
+
+class LetGo(Message, frozen=True):
+    """SMP to a restartable trainer: end training and unmap every arena; ``incarnation`` comes."""
+
+    incarnation: Count
+
+
+class Released(Message, frozen=True):
+    """Answer to LetGo: training has ended, and this process maps no arena.
+
+    The SMP believes it only after a look at the process (smp/survivors.py).
+    """
+
+    rank: Count
+    incarnation: Count
+
+
+class Reenter(Message, frozen=True):
+    """SMP to a trainer that was released: train again, with these environment variables."""
+
+    incarnation: Count
+    environment: dict[str, str]
+
+
 class Prepare(Message, frozen=True):
     """The trainer's layout is planned; answered by Prepared once every arena exists.
 
