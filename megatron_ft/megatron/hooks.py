@@ -24,6 +24,7 @@ from megatron_ft.megatron import arguments, own_checkpoints, reentry
 from megatron_ft.megatron.run import SnapshotRun, make_manager, without_disk_load
 from megatron_ft.megatron.versions import check_megatron
 from megatron_ft.trainer.resilient import run_resilient
+from megatron_ft.trainer.teardown import on_teardown
 
 if TYPE_CHECKING:
     from megatron_ft.trainer.manager import SnapshotManager
@@ -43,6 +44,7 @@ def install(manager_factory: ManagerFactory = make_manager) -> None:
     """
     check_megatron()
     reentry.install(run_resilient)
+    on_teardown(_forget_current)
     from megatron.core.optimizer.optimizer import MegatronOptimizer
     from megatron.training import arguments as megatron_arguments
     from megatron.training import initialize, training, yaml_arguments
@@ -216,6 +218,11 @@ def _at_rest(original: Function) -> Function:
             return original(*args, **kwargs)
 
     return move
+
+
+def _forget_current() -> None:
+    """A run that was interrupted between its set-up and Megatron's loop is still there."""
+    _replace_current(None)
 
 
 def _replace_current(run: SnapshotRun | None) -> None:

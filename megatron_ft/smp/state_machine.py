@@ -262,11 +262,8 @@ class NodeMachine:
             self._revoke(slots, snapshot)
             if slots.promised(snapshot):
                 self._report(m.SlotFreed(shard_id, snapshot))
-            slots.abort(
-                snapshot,
-                trainer_alive=shard_id in self.trainers,
-                encoder_alive=bool(self.world),
-            )
+            trainer, encoder = shard_id in self.trainers, bool(self.world)
+            slots.abort(snapshot, trainer_alive=trainer, encoder_alive=encoder)
             # Also where the slot is free already: a trainer may wait for the outcome.
             self._emit(ToTrainer(shard_id, m.SnapshotOutcome(snapshot, "aborted")))
 

@@ -50,12 +50,13 @@ def run_resilient(train: Callable[[], Result]) -> Result:
     """Returns the result of ``train``, which is called again after a failure of another rank.
 
     ``train`` builds all that it needs: process groups, model, optimizer, data, SnapshotManager.
-    It must not rely on anything that an earlier call has built.  Call this in the main thread.
-    Errors of ``train`` itself are raised as ever.  Outside of ``megatron-ft run``, or with the
-    setting ``restart`` "new-process", ``train`` is called once; "auto" means that where CUDA is
-    available.
+    It must not rely on anything that an earlier call has built.  Errors of ``train`` itself are
+    raised as ever.  ``train`` is called once outside of ``megatron-ft run``, in another thread
+    than the main thread, inside another ``run_resilient``, or with the setting ``restart``
+    "new-process"; "auto" means that where CUDA is available.
     """
-    client = _announce()
+    main = threading.current_thread() is threading.main_thread()
+    client = _announce() if main and RestartClient.current is None else None
     if client is None:
         return train()
     rendezvous.install()
@@ -108,10 +109,15 @@ def comes_from_others(error: BaseException) -> bool:
 class RestartClient:
     """Connection of a restartable trainer to its SMP, which asks it to let go and to train again.
 
+    ``current`` is this process's, None while it has none.
+
     The thread owns the connection; the main thread only waits, and says when it has torn down.
     """
 
+    current: RestartClient | None = None
+
     def __init__(self, environment: ProcessEnvironment, rank: int) -> None:
+        RestartClient.current = self
         self.interrupter = Interrupter()
         self._environment, self._rank = environment, rank
         self._state = ProcessState()
@@ -153,6 +159,7 @@ class RestartClient:
 
     def close(self) -> None:
         """Leave the SMP; it kills this process at the next restart."""
+        RestartClient.current = None
         os.write(self._wake_write, b"end")
         self._thread.join(ANNOUNCE_SECONDS)
         os.close(self._wake_read)

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import torch
@@ -27,10 +28,11 @@ _callbacks: list[Callable[[], None]] = []
 def on_teardown(callback: Callable[[], None]) -> Callable[[], None]:
     """Have ``callback`` called by each ``tear_down``; the function that takes it off again.
 
-    The last one that was added is called first.  It has to take it that training ended at any
-    point, or never began.
+    The last one that was added is called first, and each once.  It has to take it that training
+    ended at any point, or never began.
     """
-    _callbacks.append(callback)
+    if callback not in _callbacks:
+        _callbacks.append(callback)
 
     def remove() -> None:
         if callback in _callbacks:
@@ -90,9 +92,11 @@ def tear_down(state: ProcessState) -> None:
     """
     for callback in reversed(_callbacks):
         callback()
-    _leave_groups()
+    groups = _leave_groups()
     # Cycles hold models, optimizers and loaders; a loader's processes end with it.
     gc.collect()
+    # Each takes 10 ms to go, and one that waits for a peer takes until its timeout.
+    Thread(target=groups.clear, name="megatron-ft-groups", daemon=True).start()
     _end_workers()
     state.restore()
     cuda: Any = torch.cuda
@@ -100,14 +104,16 @@ def tear_down(state: ProcessState) -> None:
         cuda.empty_cache()
 
 
-def _leave_groups() -> None:
+def _leave_groups() -> list[Any]:
     """Leave all process groups, also those that an interruption left half made.
 
     New groups are named by a count, which has to begin anew: other ranks are new processes.
+    Returns those of gloo, which are still there.
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not torch.distributed.is_available():
-        return
+        return []
+    gloo = [group for group, (backend, _) in c10d._world.pg_map.items() if backend == "gloo"]
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     world = c10d._world
@@ -118,6 +124,7 @@ def _leave_groups() -> None:
     randomness: Any = sys.modules.get("torch.distributed.tensor._random")
     if randomness is not None:
         randomness._rng_tracker = None
+    return gloo
 
 
 _C10D_MAPS = (

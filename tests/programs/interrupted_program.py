@@ -174,9 +174,10 @@ def exchanging() -> None:
     join()
     group = dist.new_group()
     for number in range(40):
-        if number == 30 and dist.get_rank():
-            still()
-        here.set()
+        if number == 30:
+            if dist.get_rank():
+                still()
+            here.set()
         dist.all_reduce(torch.ones(100), group=group)
         dist.all_reduce(torch.ones(5000), async_op=True)
         dist.barrier()

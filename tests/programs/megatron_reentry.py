@@ -19,7 +19,7 @@ def train() -> None:
     from megatron_ft.megatron import install, reentry
     from tests.programs.megatron_program import make_manager
 
-    install(make_manager)
     reentries = Reentries(int(os.environ[ENTRIES]))
     reentry.install(reentries.run)
+    install(make_manager)
     pretrain_gpt.main()

@@ -18,6 +18,9 @@ from megatron_ft.trainer import rendezvous
 from megatron_ft.trainer.interrupt import Interrupter, RestartRequested
 from megatron_ft.trainer.teardown import ProcessState, tear_down
 
+WATCHED = "TEST_WATCHED_PACKAGE"
+"""A package whose variables are compared with those before the first entry, in the output."""
+
 
 class Usage(NamedTuple):
     """What a process holds."""
@@ -69,6 +72,8 @@ class Reentries:
         meeting = Meeting(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         rendezvous.install()
         settings, interrupter, result = ProcessState(), Interrupter(), None
+        package = os.environ.get(WATCHED, "")
+        before = global_values(package)
         for number in range(self._entries):
             meeting.next_port()
             started = time.monotonic()
@@ -83,6 +88,9 @@ class Reentries:
             times = f"{ended - started:.3f} s, torn down in {time.monotonic() - ended:.3f} s"
             print(f"entry {number}: {times}, {self.usages[-1]}", flush=True)
             self._after(number)
+            for name, value in global_values(package).items() if package else ():
+                if value != before.get(name):
+                    print(f"CHANGED {name}: {before.get(name)} -> {value}", flush=True)
         return result
 
 
