@@ -406,6 +406,7 @@ EventBody = (
     | node.CaptureCost
     | node.EncoderHello
     | node.EncoderRefused
+    | node.EncoderWaits
     | node.Encoded
     | node.Rebuilt
     | node.OrderDone

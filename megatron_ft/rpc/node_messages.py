@@ -355,6 +355,12 @@ class OrderDone(Message, frozen=True):
     world: str
 
 
+class EncoderWaits(Message, frozen=True):
+    """SMP to coordinator: an encoder of ``world`` is up, for an incarnation that is not yet."""
+
+    world: str
+
+
 class EncoderRefused(Message, frozen=True):
     """SMP to coordinator: an encoder of ``world`` was turned away, so the world cannot be up."""
 

@@ -173,6 +173,8 @@ class ControlServer:
         for reader in list(service.readers.pids):
             service.readers.forget(reader)
         service.store.forget_progress()
+        service.admitted.set()
+        service.admitted = asyncio.Event()
         reach("smp.admitted")
         return m.Inventory(
             node=machine.node,

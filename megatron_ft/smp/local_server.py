@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import time
+from contextlib import suppress
 from typing import Any
 
 from megatron_ft.arena import files
@@ -86,11 +87,12 @@ class LocalServer:
             await self._prepare(identity, message)
             return None
         if isinstance(message, m.EncoderHello):
-            try:
+            if message.incarnation <= service.machine.highest_incarnation:
                 return await self._encoder_hello(identity, message)
-            except (MegatronFTError, OSError) as error:
-                await service.events.emit(m.EncoderRefused(message.world, str(error)))
-                raise
+            started = _start_time(message.pid)
+            await service.events.emit(m.EncoderWaits(message.world))
+            service.later(self._encoder_once_admitted(identity, message, started))
+            return None
         if isinstance(message, m.Loaded):
             service.store.check_record(message.record)
             answer = service.machine.handle(message)
@@ -163,7 +165,28 @@ class LocalServer:
         self._service.preparing[message.shard_id] = identity
         await self._service.events.emit(message)
 
+    async def _encoder_once_admitted(
+        self, identity: bytes, message: m.EncoderHello, started: int
+    ) -> None:
+        """Register an encoder that was started ahead; until then it has no order, and no arena."""
+        service = self._service
+        while service.machine.highest_incarnation < message.incarnation:
+            await service.admitted.wait()
+        with suppress(ControlPlaneError):
+            if _start_time(message.pid) != started:
+                return  # it has died, and its number is another process's
+        answer = await answered(self._encoder_hello(identity, message), message)
+        assert answer is not None
+        await service.send_local((identity,), answer)
+
     async def _encoder_hello(self, identity: bytes, message: m.EncoderHello) -> m.Message:
+        try:
+            return await self._admit_encoder(identity, message)
+        except (MegatronFTError, OSError) as error:
+            await self._service.events.emit(m.EncoderRefused(message.world, str(error)))
+            raise
+
+    async def _admit_encoder(self, identity: bytes, message: m.EncoderHello) -> m.Message:
         self._check_incarnation("encoder", message.incarnation)
         self._check_world(message)
         await self._admit_writer("encoder", message.world, message.pid, identity)
@@ -172,10 +195,7 @@ class LocalServer:
 
     def _check_world(self, message: m.EncoderHello) -> None:
         """Turn away an encoder that was started before the world that is here, and comes late."""
-        try:
-            started = start_time_of(message.pid)
-        except ProcessLookupError as error:
-            raise ControlPlaneError(f"process {message.pid} is gone") from error
+        started = _start_time(message.pid)
         for writer in self._service.writers.all():
             if writer.role == "encoder" and started < writer.start_time:
                 raise StaleIncarnationError(
@@ -275,6 +295,13 @@ class LocalServer:
             summary=m.merged_summary(service.summary),
             scrub=service.scrub_counts,
         )
+
+
+def _start_time(pid: int) -> int:
+    try:
+        return start_time_of(pid)
+    except ProcessLookupError as error:
+        raise ControlPlaneError(f"process {pid} is gone") from error
 
 
 def _check_namespace(message: m.Hello) -> None:

@@ -84,6 +84,8 @@ class SmpService:
         self.restore: m.RestoreReady | None = None
         self.restore_known = asyncio.Event()
         self.preparing: dict[str, bytes] = {}
+        self.admitted = asyncio.Event()
+        """Set, and replaced, when an incarnation has been admitted."""
         self.events = EventSender(self.machine, send_event)
         self.send_local = send_local
         self._sending = asyncio.Lock()

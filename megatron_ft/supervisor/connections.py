@@ -183,6 +183,9 @@ class Connections(ABC):
         self.world_nodes: tuple[str, ...] = ()
         self.world_joined, self.world_refused = False, ""
         """True once the expected world was up; the reason why an SMP refused its encoder."""
+        self.next_world = ""
+        """The world that was started ahead for the next incarnation, "" for none."""
+        self.next_world_on: set[str] = set()
         self._encoders_up: set[str] = set()
         self._world_up = asyncio.Event()
         self._kill_world = kill_world

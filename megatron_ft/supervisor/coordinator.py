@@ -354,6 +354,8 @@ class Coordinator(Connections):
         if isinstance(body, m.EncoderRefused) and body.world == self.world:
             # Told with the end of the world, which follows at once.
             self.world_refused = f"the SMP of {event.node} refused its encoder: {body.reason}"
+        if isinstance(body, m.EncoderWaits) and body.world == self.next_world:
+            self.next_world_on.add(event.node)
         if isinstance(body, m.ReaderStalled):
             text = f"{body.reader} on {event.node} has not run for {body.seconds:.0f} s"
             self.observers.emit("reader_stalled", f"{text}: it holds no snapshot any more")

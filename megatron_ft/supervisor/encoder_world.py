@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -91,6 +92,15 @@ class WorldStarter:
         self.no_mpi = str(error)
 
 
+class Ahead(NamedTuple):
+    """A world that was started ahead, for these nodes and this incarnation."""
+
+    nodes: tuple[str, ...]
+    incarnation: int
+    name: str
+    handle: ProcessHandle
+
+
 class EncoderWorld:
     """The disposable world: started over the active nodes, again whenever it breaks."""
 
@@ -99,19 +109,46 @@ class EncoderWorld:
         self.starter = WorldStarter(launcher, spec.settings.transport)
         self._log, self._log_begin = spec.log_dir / "encoders.log", 0
         self._handle: ProcessHandle | None = None
+        self.ahead: Ahead | None = None
         self.name = ""
 
     def start(self, nodes: Sequence[str], incarnation: int) -> str:
         """Start a world with these nodes as ranks 0, 1, ...; returns its name."""
         self.kill()
-        self.name = f"w{incarnation}-{uuid.uuid4().hex[:6]}"
-        argv = [sys.executable, "-m", "megatron_ft.erasure.worker", "--world", self.name]
+        self.name, self._handle = self._start(nodes, incarnation)
+        return self.name
+
+    def start_ahead(self, nodes: Sequence[str], incarnation: int) -> str:
+        """Start one for an incarnation to come, beside the present one; its name."""
+        self.drop_ahead()
+        name, handle = self._start(nodes, incarnation)
+        self.ahead = Ahead(tuple(nodes), incarnation, name, handle)
+        return name
+
+    def take_ahead(self, nodes: Sequence[str], incarnation: int) -> bool:
+        """Use the world that was started ahead, if it runs and is for these; else end it."""
+        ahead = self.ahead
+        if ahead is None or ahead[:2] != (tuple(nodes), incarnation) or not ahead.handle.alive():
+            self.drop_ahead()
+            return False
+        self.kill()
+        self.name, self._handle, self.ahead = ahead.name, ahead.handle, None
+        return True
+
+    def drop_ahead(self) -> None:
+        """End the world that was started ahead, if there is one."""
+        if self.ahead is not None:
+            self.ahead.handle.kill()
+            self.ahead = None
+
+    def _start(self, nodes: Sequence[str], incarnation: int) -> tuple[str, ProcessHandle]:
+        name = f"w{incarnation}-{uuid.uuid4().hex[:6]}"
+        argv = [sys.executable, "-m", "megatron_ft.erasure.worker", "--world", name]
         environment = {**base_environment(), INCARNATION: str(incarnation), "OMP_NUM_THREADS": "1"}
         environment[ENCODE_RATE] = str(self._spec.settings.encode_bandwidth_mib * (1 << 20))
         placements = [Placement(node, argv, environment) for node in nodes]
         self._log_begin = log_size(self._log)
-        self._handle = self.starter.start(placements, self._log)
-        return self.name
+        return name, self.starter.start(placements, self._log)
 
     async def ended(self) -> int:
         """Wait until the world is gone; its exit status."""
@@ -133,6 +170,9 @@ class EncoderWorld:
         self.end(self.name)
         self._handle = None
 
+
+PREPARE_SECONDS = 10.0
+"""Longest wait for a world that is started ahead."""
 
 FIRST_DELAY_SECONDS = 0.5
 LONGEST_DELAY_SECONDS = 30.0
@@ -160,18 +200,44 @@ class WorldKeeper:
 
     def start(self, nodes: Sequence[str]) -> None:
         """Keep a world over ``nodes`` from now on.  Raises if the first cannot be started."""
-        self.stop()
         self._emitted = ""
-        self._launch(nodes)
+        if not self.encoders.take_ahead(nodes, self._coordinator.incarnation):
+            self.stop()
+            self._launch(nodes)
+        self._coordinator.next_world = ""
         self._task = asyncio.create_task(self._keep(nodes))
 
+    async def prepare(self, nodes: Sequence[str]) -> None:
+        """Start a world for the next incarnation now; returns when it is up, or in vain.
+
+        Its encoders wait to be admitted, and have no arena before.  The present world works on.
+        ``start`` for these nodes takes it.
+        """
+        coordinator = self._coordinator
+        try:
+            name = self.encoders.start_ahead(nodes, coordinator.incarnation + 1)
+        except (MegatronFTError, OSError) as error:
+            self._emit("world_refused", f"no encoder world was started ahead: {error}")
+            return
+        coordinator.next_world, coordinator.next_world_on = name, set()
+        deadline = time.monotonic() + PREPARE_SECONDS
+        while coordinator.next_world_on < set(nodes) and time.monotonic() < deadline:
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def drop_prepared(self) -> None:
+        """End the world of ``prepare``; another one is started when it is needed."""
+        self.encoders.drop_ahead()
+        self._coordinator.next_world = ""
+
     def stop(self) -> None:
-        """End the world; no other is started."""
+        """End the world; no other is started.  One that was prepared is expected from now on."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
         self.encoders.kill()
         self._coordinator.world_lost()
+        if ahead := self.encoders.ahead:
+            self._coordinator.expect_world(ahead.name, ahead.nodes)
 
     def _launch(self, nodes: Sequence[str]) -> None:
         name = self.encoders.start(nodes, self._coordinator.incarnation)

@@ -20,6 +20,7 @@ from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import SnapshotEnded
+from megatron_ft.supervisor.encoder_world import WorldKeeper
 from megatron_ft.supervisor.failures import Failure
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.recovery import RestorePlan
@@ -104,11 +105,16 @@ class Evacuations:
     """
 
     def __init__(
-        self, launcher: Launcher, coordinator: Coordinator, members: Membership, redundant: bool
+        self,
+        launcher: Launcher,
+        coordinator: Coordinator,
+        members: Membership,
+        world: WorldKeeper,
+        redundant: bool,
     ) -> None:
         self.stopping, self.standing = False, 0.0
         self._launcher, self._coordinator, self._members = launcher, coordinator, members
-        self._redundant = redundant
+        self._world, self._redundant = world, redundant
         self._drained: set[str] = set()
         self._moving: tuple[m.Evacuate, int] | None = None
         """The request under way, and the node's position."""
@@ -126,9 +132,11 @@ class Evacuations:
             moves = not reason and node in self._members.active
             if moves:
                 self._note(request, "moving", f"{node} is being evacuated ({request.reason})")
+                await self._world.prepare(self._members.active_without(node))
                 reason = await self._capture(node)
             if reason:
                 self._coordinator.permit_again()
+                self._world.drop_prepared()
                 self._refuse(request, reason)
                 continue
             self._members.evacuate(node)

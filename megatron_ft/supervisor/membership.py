@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -244,11 +244,8 @@ class Membership:
     def _place_spares(self, admitted: Inventories, lost: list[str], spares: list[str]) -> None:
         """Spares of failure domains that keep the rule of stripes, as far as there are some."""
         domains, most = self._spec.domains, self._spec.scheme.parity_members
-        seats, per_node = self._state.record.shards, self._spec.ranks_per_node
-        positions = {shard: seat.rank // per_node for shard, seat in seats.items()}
         members = {a.members for i in admitted.values() for a in i.arenas}
-        stripes = stripes_by_position(members, positions)
-        chosen = choose_spares(self.active, lost, spares, stripes, domains, most)
+        chosen, stripes = self._choose(members, lost, spares)
         for node, spare in chosen.items():
             self.active[self.active.index(node)] = spare
             self._emit("spare", f"{spare} takes the place of {node}", spare)
@@ -256,6 +253,24 @@ class Membership:
         for name, nodes in crowded(now, domains, most):
             text = f"{', '.join(nodes)} of failure domain {name} share a stripe that survives "
             self._emit("crowded", f"{text}the loss of {most}: no spare of another is left", name)
+
+    def _choose(
+        self, members: Collection[Sequence[str]], lost: list[str], spares: list[str]
+    ) -> tuple[dict[str, str], list[frozenset[int]]]:
+        """The spare for each lost node, and the stripes by position; ``members`` are theirs."""
+        seats, per_node = self._state.record.shards, self._spec.ranks_per_node
+        positions = {shard: seat.rank // per_node for shard, seat in seats.items()}
+        stripes = stripes_by_position(members, positions)
+        domains, most = self._spec.domains, self._spec.scheme.parity_members
+        return choose_spares(self.active, lost, spares, stripes, domains, most), stripes
+
+    def active_without(self, node: str) -> list[str]:
+        """The nodes that would train next if ``node`` were evacuated; there must be a spare."""
+        cycle, free = self._coordinator.cycle, set(self.free_spares())
+        members = {stripe.members for stripe in cycle.stripes} if cycle is not None else set()
+        spares = [name for name in self._launcher.nodes() if name in free]
+        chosen, _ = self._choose(members, [node], spares)
+        return [chosen.get(name, name) for name in self.active]
 
     def usable(self, admitted: Inventories) -> list[str]:
         """The admitted nodes but those that were set aside or evacuated."""

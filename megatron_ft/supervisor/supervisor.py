@@ -103,7 +103,9 @@ class Supervisor:
         )
         self.coordinator.listeners.append(self._pacing.on_event)
         redundant = bool(spec.scheme.parity_members)
-        self.evacuations = Evacuations(launcher, self.coordinator, self.members, redundant)
+        self.evacuations = Evacuations(
+            launcher, self.coordinator, self.members, self.world, redundant
+        )
         self._watch = JobWatch(self.coordinator, spec.settings, spec.log_dir)
         self.observers.add(self._note_first_commit)
         self._reached, self._budget = -1, spec.budget
@@ -136,6 +138,7 @@ class Supervisor:
             raise
         finally:
             await self.drains.abandon()
+            self.world.drop_prepared()
             self.world.stop()
             await self.trainers.kill_all()
             self.trainers.end_hosts()

@@ -17,7 +17,9 @@ from tests.support.jobs import Job, Uninterrupted, difference
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
-ITERATIONS = 100
+ITERATIONS = 160
+PACE = 0.08
+"""Training lasts longer than the moves, also on a busy machine."""
 
 
 def evacuate(job: Job, node: str, *more: str) -> int:
@@ -42,7 +44,7 @@ def test_ranks_move_to_a_spare_and_no_iteration_is_done_twice(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """By command, refused without a spare; then by SIGTERM to the SMP of the other node."""
-    job = Job(tmp_path, nodes=2, spares=1, iterations=ITERATIONS)
+    job = Job(tmp_path, nodes=2, spares=1, iterations=ITERATIONS, iteration_seconds=PACE)
     made.append(job)
 
     def move_both(job: Job) -> None:
@@ -70,7 +72,7 @@ def test_a_node_trains_on_when_its_spare_is_lost_during_the_move(
     made: list[Job], tmp_path: Path, uninterrupted: Uninterrupted, when: str
 ) -> None:
     """Before the incarnation ends, or after the spare has taken the place."""
-    job = Job(tmp_path, nodes=2, spares=1, iterations=ITERATIONS)
+    job = Job(tmp_path, nodes=2, spares=1, iterations=ITERATIONS, iteration_seconds=PACE)
     made.append(job)
     job.at_event[when] = lose_spare
 

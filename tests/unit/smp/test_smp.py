@@ -185,6 +185,28 @@ def test_who_registers_before_the_coordinator_is_here_is_told_of(node: SmpNode) 
     run(story())
 
 
+def test_an_encoder_that_was_started_ahead_waits_for_its_incarnation(node: SmpNode) -> None:
+    """It is registered with it, and not if it has died meanwhile."""
+
+    async def story() -> None:
+        link = await led(node)
+        await link.demand(create(), 30)
+        dead, early = (encoder(node, name, 7, incarnation=2) for name in ("w1", "w2"))
+        with ended([dead, early]):
+            waiting = {(await node.event(m.EncoderWaits)).world for _ in range(2)}
+            assert waiting == {"w1", "w2"}
+            dead.kill()
+            dead.wait(30)
+            await link.demand(m.Admit(2, 60.0), 30)
+            assert "EncoderWelcome" in await next_line(early)
+            assert (await node.event(m.EncoderHello)).world == "w2"
+            answer = await lease(link, 60.0, 2)
+            assert answer.encoder_world == "w2"
+        link.close()
+
+    run(story())
+
+
 def test_a_rank_that_dies_once_it_is_restored_was_restored(node: SmpNode) -> None:
     """Its failure is held against the snapshot only if the coordinator knows of the load."""
 

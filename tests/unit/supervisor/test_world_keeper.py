@@ -39,6 +39,11 @@ class Worlds:
     def start(self, nodes: Sequence[str], incarnation: int) -> str:
         return "world"
 
+    ahead = None
+
+    def take_ahead(self, nodes: Sequence[str], incarnation: int) -> bool:
+        return False
+
     async def ended(self) -> int:
         if not self._incarnations:
             self.over.set()
