@@ -6,6 +6,7 @@ import gc
 import os
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import FunctionType, ModuleType
@@ -17,6 +18,9 @@ from megatron_ft.core.process_tools import free_port
 from megatron_ft.trainer import rendezvous
 from megatron_ft.trainer.interrupt import Interrupter, RestartRequested
 from megatron_ft.trainer.teardown import Settings, tear_down
+
+ENTRIES = "TEST_ENTRIES"
+"""How often a program enters its training function."""
 
 WATCHED = "TEST_WATCHED_PACKAGE"
 """A package whose variables are compared with those before the first entry, in the output."""
@@ -84,14 +88,23 @@ class Reentries:
                 pass
             ended = time.monotonic()
             tear_down(settings)
+            torn_down = time.monotonic()
+            _await_groups()
             self.usages.append(Usage.now())
-            times = f"{ended - started:.3f} s, torn down in {time.monotonic() - ended:.3f} s"
+            times = f"{ended - started:.3f} s, torn down in {torn_down - ended:.3f} s"
             print(f"entry {number}: {times}, {self.usages[-1]}", flush=True)
             self._after(number)
             for name, value in global_values(package).items() if package else ():
                 if value != before.get(name):
                     print(f"CHANGED {name}: {before.get(name)} -> {value}", flush=True)
         return result
+
+
+def _await_groups() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "megatron-ft-groups":
+            thread.join(20)
+            assert not thread.is_alive(), "the process groups did not go in 20 s"
 
 
 def global_values(package: str) -> dict[str, str]:
