@@ -1,4 +1,4 @@
-"""Destroys DeepSpeed's engines, and resets its modules, before a training function is entered again.
+"""Destroys DeepSpeed's engines and resets its modules before training is entered again.
 
 DeepSpeed keeps its groups, communication backend, parameter hooks and modes in variables of its
 modules, and destroys none of them itself.
@@ -6,6 +6,7 @@ modules, and destroys none of them itself.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from functools import partial
 from typing import Any
@@ -35,3 +36,6 @@ def _reset(before: PackageState) -> None:
         engine.destroy()
     _engines.clear()
     before.restore()
+    # Modules that forward passes of ZeRO-3 are in; its content stays, as a container's does.
+    offload: Any = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
+    getattr(offload, "FWD_MODULE_STACK", []).clear()
