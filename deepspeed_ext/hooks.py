@@ -41,9 +41,10 @@ def install() -> None:
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from deepspeed_ext import cpu
+    from deepspeed_ext import cpu, reentry
 
     cpu.prepare()
+    reentry.install()
     wrap(DeepSpeedEngine, "__init__", _attaching)
     if hasattr(DeepSpeedEngine, "_take_model_step"):
         wrap(DeepSpeedEngine, "_take_model_step", _guarded)
@@ -82,6 +83,9 @@ def run_of(engine: Any) -> EngineRun | None:
 
 def _attaching(original: Function) -> Function:
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        from deepspeed_ext import reentry
+
+        reentry.watch(self)
         original(self, *args, **kwargs)
         # An engine that only evaluates, as a frozen model beside the trained one, has none.
         if getattr(self, "checkpoint_engine", None) is not None and _section_of(self) is not None:

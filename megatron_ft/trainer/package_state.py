@@ -28,8 +28,16 @@ class PackageState:
                     # Some classes refuse; those have changed nothing either.
                     with suppress(AttributeError, TypeError):
                         setattr(owner, name, value)
-                if hasattr(value, "cache_clear"):
-                    value.cache_clear()
+                for function in (value, *_wrapped(value)):
+                    if hasattr(function, "cache_clear"):
+                        function.cache_clear()
+
+
+def _wrapped(function: Any) -> Iterator[Any]:
+    """What a decorator that left no other trace has around it."""
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # a cell may be empty
+            yield cell.cell_contents
 
 
 def _owners(package: str) -> Iterator[Any]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 import os
 
 from tests.programs.megatron_program import preload as preload  # noqa: PLC0414
-from tests.support.reentries import Reentries
-
-ENTRIES = "TEST_ENTRIES"
+from tests.support.reentries import ENTRIES, Reentries
 
 
 def train() -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from traceback import walk_tb
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -17,6 +21,11 @@ from megatron_ft.core.process_tools import free_port
 from megatron_ft.trainer import rendezvous
 from megatron_ft.trainer.interrupt import Interrupter, RestartRequested
 from megatron_ft.trainer.teardown import ProcessState, tear_down
+
+ENTRIES = "TEST_ENTRIES"
+"""How often a program enters its training function."""
+
+INTERRUPTED = "TEST_INTERRUPTED"
 
 WATCHED = "TEST_WATCHED_PACKAGE"
 """A package whose variables are compared with those before the first entry, in the output."""
@@ -60,12 +69,16 @@ class Meeting:
 
 
 class Reentries:
-    """Calls a training function so many times, and tears down after each."""
+    """Calls a training function so many times, and tears down after each.
 
-    def __init__(self, entries: int, after: Callable[[int], None] = lambda _number: None) -> None:
-        """``after`` is called with the number of each entry that has ended."""
-        self._entries, self._after = entries, after
-        self.usages: list[Usage] = []
+    Every second call is interrupted somewhere if the environment asks for it.
+    """
+
+    def __init__(self, entries: int) -> None:
+        self._entries = entries
+        self._seconds = 1.0
+        """How long the last whole call took."""
+        self._chance = random.Random(int(os.environ["RANK"]))
 
     def run(self, enter: Callable[[], Any]) -> Any:
         """What the last call returned."""
@@ -77,21 +90,49 @@ class Reentries:
         for number in range(self._entries):
             meeting.next_port()
             started = time.monotonic()
-            try:
+            if INTERRUPTED in os.environ and number % 2:
+                self._interrupt(interrupter, enter)
+            else:
                 with interrupter:
                     result = enter()
-            except RestartRequested:
-                pass
+                self._seconds = time.monotonic() - started
             ended = time.monotonic()
             tear_down(settings)
-            self.usages.append(Usage.now())
-            times = f"{ended - started:.3f} s, torn down in {time.monotonic() - ended:.3f} s"
-            print(f"entry {number}: {times}, {self.usages[-1]}", flush=True)
-            self._after(number)
+            torn_down = time.monotonic()
+            _await_groups()
+            times = f"{ended - started:.3f} s, torn down in {torn_down - ended:.3f} s"
+            print(f"entry {number}: {times}, {Usage.now()}", flush=True)
             for name, value in global_values(package).items() if package else ():
                 if value != before.get(name):
                     print(f"CHANGED {name}: {before.get(name)} -> {value}", flush=True)
         return result
+
+    def _interrupt(self, interrupter: Interrupter, enter: Callable[[], Any]) -> None:
+        timer = threading.Timer(self._chance.random() * self._seconds, interrupter.interrupt)
+        timer.start()
+        try:
+            with interrupter:
+                with suppress(RuntimeError):  # the other rank left first
+                    enter()
+                time.sleep(60)
+        except RestartRequested as error:
+            print("interrupted in", *_place(error), flush=True)
+        else:
+            raise AssertionError("not interrupted in 60 s")
+        timer.join()
+
+
+def _place(error: BaseException) -> list[str]:
+    """The innermost functions of an exception's stack."""
+    frames = [frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)]
+    return frames[-3:]
+
+
+def _await_groups() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "megatron-ft-groups":
+            thread.join(20)
+            assert not thread.is_alive(), "the process groups did not go in 20 s"
 
 
 def global_values(package: str) -> dict[str, str]:
