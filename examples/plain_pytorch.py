@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_ft import SnapshotConfig, SnapshotManager
+from megatron_ft import SnapshotConfig, SnapshotManager, run_resilient
 from megatron_ft.trainer.state import RngState
 
 
@@ -126,4 +126,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # Called again in the same process when another rank has failed.
+    run_resilient(main)

@@ -15,18 +15,21 @@ if TYPE_CHECKING:
     from megatron_ft.config import SnapshotConfig
     from megatron_ft.core.object_classes import register_class
     from megatron_ft.trainer.manager import SnapshotManager
+    from megatron_ft.trainer.resilient import run_resilient
 
 __all__ = [
     "SnapshotConfig",
     "SnapshotManager",
     "__version__",
     "register_class",
+    "run_resilient",
 ]
 
 _HOME = {
     "SnapshotConfig": "megatron_ft.config",
     "SnapshotManager": "megatron_ft.trainer.manager",
     "register_class": "megatron_ft.core.object_classes",
+    "run_resilient": "megatron_ft.trainer.resilient",
 }
 
 

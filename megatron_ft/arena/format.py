@@ -235,9 +235,14 @@ class SlotHeader:
 
 @dataclass(frozen=True)
 class Permit:
-    """Leave to capture ``snapshot`` at ``iteration`` into ``slot``, unless ``revoked``."""
+    """Leave to capture ``snapshot`` at ``iteration`` into ``slot``, unless ``revoked``.
+
+    The trainer stays at this boundary for up to ``stay`` seconds, while the snapshot may still be
+    committed.
+    """
 
     snapshot: SnapshotId
     iteration: int
     slot: int
     revoked: bool = False
+    stay: float = 0.0

@@ -35,6 +35,7 @@ COMMANDS = (
     Command("resume", "megatron_ft.cli.pause", "take snapshots again"),
     Command("drain", "megatron_ft.cli.drain", "write a snapshot from memory to disk now"),
     Command("verify", "megatron_ft.cli.verify", "check every byte of what is on disk or in memory"),
+    Command("evacuate", "megatron_ft.cli.evacuate", "move the ranks of a node to a spare"),
     Command("rewind", "megatron_ft.cli.rewind", "resume from before an iteration"),
     Command("export", "megatron_ft.cli.export", "make the framework's own checkpoint"),
     Command(

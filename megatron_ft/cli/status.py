@@ -97,7 +97,8 @@ def render(name: str, job: dict[str, Any]) -> str:
         if "error" in view:
             lines.append(f"{node:10} {view['error']}")
         elif not view["shards"]:
-            lines.append(f"{node:10} {'(spare)':20}")
+            moved = job["summary"].get("moves", {}).get(node, {}).get("state") == "moved"
+            lines.append(f"{node:10} {'(evacuated)' if moved else '(spare)':20}")
         else:
             lines += [_shard_line(node, s, v, view) for s, v in view["shards"].items()]
     summary = job["summary"]
@@ -105,6 +106,8 @@ def render(name: str, job: dict[str, Any]) -> str:
         lines.append(
             f"the last {summary['given_up']} snapshots were given up: {summary['given_up_reason']}"
         )
+    if recovery := summary.get("watch", {}).get("recovery"):
+        lines.append(f"last restart: {recovery['text']}")
     lines.append(_scrub_line(job))
     return "\n".join(lines)
 

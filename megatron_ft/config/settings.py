@@ -182,6 +182,11 @@ class SnapshotConfig:
         accepts=lambda v: v >= 0,
         unit="percent",
     )
+    restart: str = one_of(
+        ("auto", "in-process", "new-process"),
+        "How ranks that survive a failure restart: in their process, if the program can (Megatron, "
+        "run_resilient), or in a new one. auto: in process, but not on CUDA.",
+    )
     on_no_spare: str = one_of(
         (STOP, HOLD, SHRINK),
         "When a node is lost and no spare is left, what memory can serve is drained; then stop, "

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from megatron_ft.core.errors import ConfigError, NotUnderSupervisorError
 
@@ -18,6 +19,14 @@ JOB = "MEGATRON_FT_JOB"
 NODE = "MEGATRON_FT_NODE"
 NODE_DIR = "MEGATRON_FT_NODE_DIR"
 INCARNATION = "MEGATRON_FT_INCARNATION"
+
+START = "MEGATRON_FT_START"
+"""How this trainer came up, as a StartKind; without it, cold."""
+
+StartKind = Literal["in process", "warm", "cold"]
+"""A trainer restarted in its process, was forked by a trainer host, or was started as a command."""
+
+STARTS: tuple[StartKind, ...] = get_args(StartKind)
 
 TREE = "MEGATRON_FT_TREE"
 """Names all processes of one start, also those with a session of their own or no parent.
@@ -76,6 +85,12 @@ class ProcessEnvironment:
                 "`megatron-ft run -- <command>`, which starts the SMP that keeps snapshots"
             )
         return cls(source[JOB], source[NODE], Path(source[NODE_DIR]), int(source[INCARNATION]))
+
+
+def start_kind() -> StartKind:
+    """How this trainer came up."""
+    given = os.environ.get(START)
+    return next((kind for kind in STARTS if kind == given), "cold")
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

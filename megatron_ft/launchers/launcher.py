@@ -114,6 +114,10 @@ class Launcher(ABC):
         """
         return False
 
+    def leaving(self) -> dict[str, str] | None:
+        """The nodes that the place is about to take away, and why; None if it does not answer."""
+        return {}
+
     @property
     def job_dir(self) -> Path:
         """The job's folder on each node."""

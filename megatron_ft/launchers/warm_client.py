@@ -21,6 +21,8 @@ import struct
 import sys
 import time
 
+START = {"MEGATRON_FT_START": "warm"}
+"""What the child reports of its start; a command that this process becomes starts cold."""
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
 """Longest wait for a host that still imports; a cold start would import as long."""
@@ -42,7 +44,7 @@ def request_of(command: list[str]) -> bytes:
     return json.dumps(
         {
             "argv": command,
-            "env": dict(os.environ),
+            "env": {**os.environ, **START},
             "cwd": os.getcwd(),
             "umask": umask,
             "limits": limits,

@@ -20,9 +20,11 @@ from megatron_ft.core.environment import RESTORE
 from megatron_ft.core.errors import ConfigError, UnsupportedVersionError
 from megatron_ft.core.frameworks import Function, wrap
 from megatron_ft.core.identity import SHRINK
-from megatron_ft.megatron import arguments, own_checkpoints
+from megatron_ft.megatron import arguments, own_checkpoints, reentry
 from megatron_ft.megatron.run import SnapshotRun, make_manager, without_disk_load
 from megatron_ft.megatron.versions import check_megatron
+from megatron_ft.trainer.resilient import run_resilient
+from megatron_ft.trainer.teardown import on_teardown
 
 if TYPE_CHECKING:
     from megatron_ft.trainer.manager import SnapshotManager
@@ -41,6 +43,8 @@ def install(manager_factory: ManagerFactory = make_manager) -> None:
     releases that work, if this one lacks something.
     """
     check_megatron()
+    reentry.install(run_resilient)
+    on_teardown(_forget_current)
     from megatron.core.optimizer.optimizer import MegatronOptimizer
     from megatron.training import arguments as megatron_arguments
     from megatron.training import initialize, training, yaml_arguments
@@ -214,6 +218,11 @@ def _at_rest(original: Function) -> Function:
             return original(*args, **kwargs)
 
     return move
+
+
+def _forget_current() -> None:
+    """A run that was interrupted between its set-up and Megatron's loop is still there."""
+    _replace_current(None)
 
 
 def _replace_current(run: SnapshotRun | None) -> None:

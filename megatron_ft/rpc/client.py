@@ -16,7 +16,7 @@ from pathlib import Path
 
 import zmq
 
-from megatron_ft.core.environment import ProcessEnvironment
+from megatron_ft.core.environment import ProcessEnvironment, start_kind
 from megatron_ft.core.errors import ControlPlaneError, error_class
 from megatron_ft.core.identity import RankRule, SealedRecord, SnapshotId
 from megatron_ft.core.procfs import pid_namespace
@@ -60,9 +60,11 @@ class TrainerClient:
         self.on_outcome: OutcomeCallback | None = None
         self._answers: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
         self._noted = threading.Event()
+        self._closed = False
         self._outbox: queue.SimpleQueue[m.Message | None] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
-        identity = f"trainer-{rank}-{os.getpid()}".encode()
+        # A name of its own for each restart: the SMP may not have seen the last connection end.
+        identity = f"trainer-{rank}-{os.getpid()}-{environment.incarnation}".encode()
         self._smp = Connection(environment.socket, identity=identity, linger_ms=2000)
         self._thread = threading.Thread(target=self._run, name="megatron-ft-client", daemon=True)
         self._thread.start()
@@ -81,6 +83,7 @@ class TrainerClient:
             coordinates=coordinates,
             incarnation=self._environment.incarnation,
             pid_namespace=pid_namespace(),
+            start=start_kind(),
         )
         welcome = self._ask(message, m.Welcome, HELLO_TIMEOUT_SECONDS)
         assert isinstance(welcome, m.Welcome)
@@ -125,10 +128,16 @@ class TrainerClient:
             )
 
     def close(self) -> None:
-        """Flush what is queued and end the thread."""
+        """Flush what is queued and end the thread; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         self._outbox.put(None)
         os.write(self._wake_write, b"x")
         self._thread.join(timeout=10.0)
+        if not self._thread.is_alive():
+            os.close(self._wake_read)
+            os.close(self._wake_write)
 
     def _ask(self, request: m.Message, wanted: type[m.Message], timeout: float) -> m.Message:
         self.send(request)
@@ -147,9 +156,13 @@ class TrainerClient:
         return answer
 
     def send(self, message: m.Message) -> None:
-        """Hand a message over, from any thread; it waits for no answer."""
-        self._outbox.put(message)
-        os.write(self._wake_write, b"x")
+        """Hand a message over, from any thread; it waits for no answer.
+
+        After ``close`` it is dropped.
+        """
+        if not self._closed:
+            self._outbox.put(message)
+            os.write(self._wake_write, b"x")
 
     def _run(self) -> None:
         poller = zmq.Poller()

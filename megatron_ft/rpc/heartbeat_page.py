@@ -47,8 +47,8 @@ class Pulse(msgspec.Struct, array_like=True):
     iterations it has ended in this incarnation.  ``typical`` is an iteration's usual length,
     ``longest`` the longest time between two marks.  ``own`` and ``spread`` are the median and
     the median absolute deviation of the rank's own share of the iterations of one ``window``
-    (-1: none yet).  ``started`` is when the process was.  ``beat`` is when its watching thread last
-    ran.
+    (-1: none yet).  ``first`` is when the first iteration of this incarnation ended, 0 before.
+    ``beat`` is when its watching thread last ran.
     ``dumps`` is whether it writes its stacks on DUMP_SIGNAL.
     """
 
@@ -64,7 +64,7 @@ class Pulse(msgspec.Struct, array_like=True):
     own: float = 0.0
     spread: float = 0.0
     marked: float = 0.0
-    started: float = 0.0
+    first: float = 0.0
     beat: float = 0.0
 
 

@@ -17,19 +17,21 @@ from megatron_ft.arena.format import SlotHeader
 from megatron_ft.core.identity import Ancestor, Count, Iteration, ShardId, SnapshotId
 from megatron_ft.rpc import node_messages as node
 from megatron_ft.rpc.heartbeat_page import PulseReport
-from megatron_ft.rpc.node_messages import Message, Seconds, StripeOrder
+from megatron_ft.rpc.node_messages import Message, Name, Seconds, StripeOrder
 
 
 class Grant(Message, frozen=True):
     """Permit ``snapshot`` at ``iteration`` to every trainer of the node.
 
-    With ``give_up_protected`` the last protected one makes room if nothing else can.
+    With ``give_up_protected`` the last protected one makes room if nothing else can.  Trainers
+    stay at this boundary for up to ``stay`` seconds, as the Permit says.
     """
 
     incarnation: Count
     snapshot: SnapshotId
     iteration: Count
     give_up_protected: bool = False
+    stay: Seconds = 0.0
 
 
 class Encode(Message, frozen=True):
@@ -85,10 +87,14 @@ class Unhold(Message, frozen=True):
 
 
 class Admit(Message, frozen=True):
-    """A new incarnation asks to take over: older writers are killed before it is answered."""
+    """A new incarnation asks to take over: older writers are gone before it is answered.
+
+    Restartable trainers of the ranks in ``keep`` may let go of their arenas; all others are killed.
+    """
 
     incarnation: Count
     seconds: Seconds
+    keep: tuple[Count, ...] = ()
 
 
 class ArenaReport(msgspec.Struct, frozen=True):
@@ -109,8 +115,9 @@ class ArenaReport(msgspec.Struct, frozen=True):
 
 
 class Inventory(Message, frozen=True):
-    """Answer to Admit: all that the node holds, after its older writers have died.
+    """Answer to Admit: all that the node holds, after its older writers have gone.
 
+    ``kept`` are the ranks whose process lives, is no writer any more and waits for Reenter.
     ``damaged`` are arena files of this job that cannot be read; they count as lost and may
     be replaced.  ``foreign`` are those of another job or format, which may not.
     """
@@ -120,6 +127,14 @@ class Inventory(Message, frozen=True):
     arenas: tuple[ArenaReport, ...]
     damaged: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
+    kept: tuple[int, ...] = ()
+
+
+class ReenterRanks(Message, frozen=True):
+    """Have released trainers train again: rank to the variables that have changed."""
+
+    incarnation: Count
+    environments: dict[int, dict[str, str]]
 
 
 class Adopt(Message, frozen=True):
@@ -208,6 +223,22 @@ class Rewind(Message, frozen=True):
     before: Iteration
 
 
+ON_REQUEST = "on request"
+
+
+class Evacuate(Message, frozen=True):
+    """Have the ranks of ``node`` move to a spare; passed on with each heartbeat.
+
+    With ``undo`` a node that was evacuated is a spare again.  ``number`` tells requests apart;
+    ``reason`` is for people.
+    """
+
+    node: Name
+    number: Name
+    reason: Name = ON_REQUEST
+    undo: bool = False
+
+
 class Discard(Message, frozen=True):
     """Free the arenas and exit: for a job that has no supervisor any more."""
 
@@ -277,7 +308,8 @@ class LeaseAnswer(Message, frozen=True):
     node have committed.
     ``rewind`` is the user's request on which the present coordinator has not acted yet.
     ``pulses`` maps shard ids to their trainers' heartbeats, ``summary`` the parts of the
-    job's summary that the node has to their digests.
+    job's summary that the node has to their digests.  ``evacuations`` are the requests that came
+    to this SMP since the present coordinator began.
     """
 
     node: str
@@ -292,6 +324,7 @@ class LeaseAnswer(Message, frozen=True):
     summary: dict[str, bytes] = {}
     crowded: bool = False
     held: tuple[HeldSnapshot, ...] = ()
+    evacuations: tuple[Evacuate, ...] = ()
 
 
 def summary_digest(part: bytes) -> bytes:
@@ -361,6 +394,7 @@ class ReaderStalled(Message, frozen=True):
 
 EventBody = (
     node.Hello
+    | node.Restartable
     | node.Prepare
     | node.Sealed
     | node.Missed

@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 
 from megatron_ft.arena.format import MAX_MEMBERS
+from megatron_ft.core.environment import StartKind
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.identity import Count, Hash, RankRule, SealedRecord, ShardId, SnapshotId
 
@@ -57,7 +58,7 @@ class Hello(Message, frozen=True):
     """A trainer introduces itself and is watched through a pidfd from here on.
 
     ``coordinates`` are its model-parallel coordinates without the data-parallel one;
-    ``pid_namespace`` is where ``pid`` holds, 0 if that is not known.
+    ``pid_namespace`` is where ``pid`` holds, 0 if that is not known; ``start`` is how it came up.
     """
 
     pid: Pid
@@ -68,6 +69,7 @@ class Hello(Message, frozen=True):
     coordinates: tuple[int, ...]
     incarnation: Count
     pid_namespace: Count = 0
+    start: StartKind = "cold"
 
 
 class Welcome(Message, frozen=True):
@@ -77,6 +79,39 @@ class Welcome(Message, frozen=True):
     slot: int = 0
     restore: SealedRecord | None = None
     source: str = ""
+
+
+class Restartable(Message, frozen=True):
+    """A trainer announces that it can enter its training function again in its process.
+
+    Sent once, over a connection that lasts as long as the process; answered by Ok.
+    """
+
+    pid: Pid
+    rank: Count
+
+
+class LetGo(Message, frozen=True):
+    """SMP to a restartable trainer: end training and unmap every arena; ``incarnation`` comes."""
+
+    incarnation: Count
+
+
+class Released(Message, frozen=True):
+    """Answer to LetGo: training has ended, and this process maps no arena.
+
+    The SMP believes it only after a look at the process (smp/survivors.py).
+    """
+
+    rank: Count
+    incarnation: Count
+
+
+class Reenter(Message, frozen=True):
+    """SMP to a trainer that was released: train again, with these environment variables."""
+
+    incarnation: Count
+    environment: dict[str, str]
 
 
 class Prepare(Message, frozen=True):

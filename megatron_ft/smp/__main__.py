@@ -63,7 +63,7 @@ def main() -> int:
         "--ready", type=Path, help="file to announce itself in (default: in the node's folder)"
     )
     arguments = parser.parse_args()
-    # A scheduler's warning to all of a job must not end the memory before it was drained.
+    # Once it serves it asks for an evacuation instead.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
@@ -116,6 +116,8 @@ async def serve(
         control = ControlServer(service, control_socket, keeper.check)
         scrub = Scrub(service)
         at_end.callback(scrub.close)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, service.terminated)
         announce(keys.listen(control_socket.socket, address))
         loops = (local.serve(), control.serve(), service.watch_lease(), scrub.run(), keeper.run())
         await _until(service.retired, *loops)

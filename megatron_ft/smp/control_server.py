@@ -59,10 +59,28 @@ class ControlServer:
             return await _REQUESTS[kind](self, request) or m.Ok()
         if isinstance(request, m.Grant):
             service.store.require_in_place()
+            if request.stay:
+                return await self._grant_stay(request)
         if isinstance(request, m.Adopt):
             await service.keep_only(request.keep)
             service.store.set_lineage(request.incarnation, request.lineage)
         return service.machine.handle(request)
+
+    async def _grant_stay(self, request: m.Grant) -> m.Message:
+        """Permit a snapshot whose boundary trainers must not leave; refused if one has passed it.
+
+        A rank that has not seen the permit there would wait in the next iteration for those that
+        stay behind.
+        """
+        answer = self._service.machine.handle(request)
+        await self._service.carry_out()  # trainers publish their progress before they read permits
+        late = [
+            s for s, done in self._service.store.progress().items() if done >= request.iteration
+        ]
+        if isinstance(answer, m.Ok) and late:
+            text = f"{', '.join(late)} had passed iteration {request.iteration}"
+            raise m.TransitionRefusedError(text)
+        return answer
 
     async def _create_arena(self, request: m.CreateArena) -> None:
         service = self._service
@@ -85,6 +103,9 @@ class ControlServer:
     async def _restore_ready(self, request: m.RestoreReady) -> None:
         self._service.restore = request
         self._service.restore_known.set()
+
+    async def _reenter(self, request: m.ReenterRanks) -> None:
+        await self._service.survivors.reenter(request)
 
     async def _stacks(self, request: m.StacksRequest) -> m.Message:
         stacks = await self._service.heartbeats.stacks()
@@ -119,6 +140,7 @@ class ControlServer:
             summary=m.summary_digests(service.summary),
             crowded=machine.crowded(),
             held=machine.held(),
+            evacuations=tuple(service.evacuations.values()),
         )
 
     async def _admit(self, identity: bytes, request: m.Admit) -> m.Message:
@@ -133,10 +155,13 @@ class ControlServer:
         self._keep_folder()
         service.change_state(highest_incarnation=request.incarnation)
         reach("smp.admitting")
-        while service.writers.all():
-            await service.kill_writers(service.writers.all())
+        kept = await service.survivors.let_go(request.incarnation, request.keep)
+        while older := [w for w in service.writers.all() if w.pid not in kept.values()]:
+            await service.kill_writers(older)
         if identity == service.events.coordinator:
             service.rewind = None  # a coordinator that comes after may not have received it
+        else:
+            service.evacuations.clear()
         await service.carry_out()  # so that the machine knows no more than headers say
         service.store.examine(machine)
         service.events.coordinator = identity
@@ -155,6 +180,7 @@ class ControlServer:
             arenas=service.store.reports(machine),
             damaged=tuple(service.store.damaged.values()),
             foreign=tuple(service.store.foreign),
+            kept=tuple(kept),
         )
 
 
@@ -162,6 +188,7 @@ _REQUESTS: dict[type[m.Message], Callable[[ControlServer, Any], Any]] = {
     m.CreateArena: ControlServer._create_arena,
     m.ArenasReady: ControlServer._arenas_ready,
     m.RestoreReady: ControlServer._restore_ready,
+    m.ReenterRanks: ControlServer._reenter,
     m.StacksRequest: ControlServer._stacks,
     m.Retire: ControlServer._retire,
 }

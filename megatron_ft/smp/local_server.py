@@ -72,6 +72,13 @@ class LocalServer:
         if isinstance(message, PASSED_ON):
             await service.events.emit(message)
             return m.Noted() if isinstance(message, m.Restored) else None
+        if isinstance(message, m.Restartable):
+            service.survivors.enter(message, identity)
+            await service.events.emit(message)
+            return m.Ok()
+        if isinstance(message, m.Released):
+            service.survivors.released(message)
+            return None
         if isinstance(message, m.Hello):
             await self._hello(identity, message)
             return None
@@ -205,6 +212,9 @@ class LocalServer:
         elif isinstance(message, m.Rewind):
             self._check_led()
             service.rewind = message.before
+        elif isinstance(message, m.Evacuate):
+            self._check_led()
+            service.evacuations[message.node] = message
         elif isinstance(message, m.Discard):
             await self._discard()
         elif isinstance(message, m.Pin):

@@ -35,6 +35,12 @@ One that is merely slow, or capped, runs between any two of its pieces.
 DRAIN = "drain"
 """Role of a process that writes to disk for the supervisor, and to no arena."""
 
+SURVIVOR = "survivor"
+"""Role of a process whose trainer can be ended and started again inside it (survivors.py).
+
+While it trains, the same process is a writer of the role "trainer" too.
+"""
+
 
 class WriterProcess(msgspec.Struct, frozen=True):
     """One registered process.  ``who`` is a shard id (trainer), a world (encoder), or any name.
@@ -92,13 +98,16 @@ def open_started(pid: int, start_time: int) -> int:
 
 
 class Writers:
-    """Registry of live writers.  ``on_death`` is called once for each, from the event loop."""
+    """Registry of live writers.
 
-    def __init__(self, directory: Path, on_death: Callable[[WriterProcess], None]) -> None:
+    ``on_gone`` is called once for each, from the event loop, when it has died or was released.
+    """
+
+    def __init__(self, directory: Path, on_gone: Callable[[WriterProcess], None]) -> None:
         self._path = directory / WRITERS_NAME
-        self._on_death = on_death
+        self._on_gone = on_gone
         self._pidfds: dict[WriterProcess, int] = {}
-        self._dead: dict[WriterProcess, asyncio.Event] = {}
+        self._gone: dict[WriterProcess, asyncio.Event] = {}
 
     def all(self) -> list[WriterProcess]:
         """The writers that are alive."""
@@ -141,7 +150,7 @@ class Writers:
 
         ControlPlaneError names those that are still there after ``timeout`` seconds.
         """
-        waits = [(w, self._dead[w]) for w in victims if w in self._pidfds]
+        waits = [(w, self._gone[w]) for w in victims if w in self._pidfds]
         for writer, _ in waits:
             self.signal(writer, signal.SIGKILL)
         try:
@@ -152,6 +161,14 @@ class Writers:
                 f"still alive {timeout:.0f} s after SIGKILL: {', '.join(left)}"
             ) from error
 
+    def release(self, writer: WriterProcess) -> None:
+        """Watch a process no more that lives and provably writes no more in this role."""
+        self._end(writer)
+
+    def gone(self, writer: WriterProcess) -> asyncio.Event:
+        """The event of a writer's death or release."""
+        return self._gone[writer]
+
     def signal(self, writer: WriterProcess, number: int) -> None:
         """Send a signal; one that has died gets none."""
         if writer in self._pidfds:
@@ -161,25 +178,25 @@ class Writers:
     def _watch(self, writer: WriterProcess) -> None:
         pidfd = open_started(writer.pid, writer.start_time)
         self._pidfds[writer] = pidfd
-        self._dead[writer] = asyncio.Event()
-        asyncio.get_running_loop().add_reader(pidfd, self._died, writer)
+        self._gone[writer] = asyncio.Event()
+        asyncio.get_running_loop().add_reader(pidfd, self._end, writer)
 
-    def _died(self, writer: WriterProcess) -> None:
-        dead = self._forget(writer)
+    def _end(self, writer: WriterProcess) -> None:
+        gone = self._forget(writer)
         try:
             self.save()
         except (OSError, MegatronFTError) as error:
-            # The next SMP finds it in the old list, and that it is dead.
+            # The next SMP finds it in the old list, and that it is dead, or kills it.
             log.warning("%s %s stays in %s: %s", writer.role, writer.who, self._path, error)
-        self._on_death(writer)
-        dead.set()
+        self._on_gone(writer)
+        gone.set()
 
     def _forget(self, writer: WriterProcess) -> asyncio.Event:
         """Watch it no more; the event that ``kill`` waits for."""
         pidfd = self._pidfds.pop(writer)
         asyncio.get_running_loop().remove_reader(pidfd)
         os.close(pidfd)
-        return self._dead.pop(writer)
+        return self._gone.pop(writer)
 
     def _stored(self) -> list[WriterProcess]:
         # The list is written before the first arena is made.

@@ -43,10 +43,13 @@ from megatron_ft.smp.state_machine import (
     ToTrainer,
 )
 from megatron_ft.smp.store import ArenaStore, free
+from megatron_ft.smp.survivors import Survivors
 
 log = logging.getLogger(__name__)
 
 KILL_TIMEOUT_SECONDS = 15.0
+
+SIGTERM_REASON = "its SMP got SIGTERM"
 
 
 class SmpService:
@@ -62,8 +65,9 @@ class SmpService:
         self.job = job
         self.machine = NodeMachine(environment.node)
         self.store = ArenaStore(environment.node_dir, job)
-        self.writers = Writers(environment.node_dir, self._writer_died)
+        self.writers = Writers(environment.node_dir, self._writer_gone)
         self.heartbeats = NodeHeartbeats(environment.node_dir, self.writers)
+        self.survivors = Survivors(self.writers, environment.node_dir, send_local)
         self.readers = Readers(self.machine.reader_gone)
         self.stalls = Stalls()
         self.state = NodeState()
@@ -74,6 +78,7 @@ class SmpService:
         self._lease_begun = 0.0
         self.summary: dict[str, bytes] = {}
         self.rewind: int | None = None
+        self.evacuations: dict[str, m.Evacuate] = {}
         self.scrub_percent = 0.0
         self.scrub_counts = m.ScrubCounts()
         self.restore: m.RestoreReady | None = None
@@ -158,21 +163,31 @@ class SmpService:
             self.failure = self.failure or error
             self.retired.set()
 
+    def terminated(self) -> None:
+        """SIGTERM: the node is about to go.  Its ranks move, where a supervisor has a spare.
+
+        The memory stays until then: a scheduler may warn all nodes of a job, whose supervisor then
+        drains it.
+        """
+        log.warning("SIGTERM: the supervisor is asked to evacuate node %s", self.machine.node)
+        request = m.Evacuate(self.machine.node, uuid.uuid4().hex, SIGTERM_REASON)
+        self.evacuations[request.node] = request
+
     # Writers and readers.
 
     def enter(self, writer: WriterProcess) -> None:
         """Note that a writer is registered and watched."""
         if writer.role == "trainer":
             self.machine.trainer_joined(writer.who)
-        elif writer.role != DRAIN:
+        elif writer.role == "encoder":
             self.machine.encoder_joined(writer.who)
 
     async def kill_writers(self, victims: list[WriterProcess]) -> None:
         """SIGKILL and wait; ControlPlaneError if one cannot be confirmed dead."""
         await self.writers.kill(victims, KILL_TIMEOUT_SECONDS)
 
-    def _writer_died(self, writer: WriterProcess) -> None:
-        log.info("%s %s (pid %d) is gone", writer.role, writer.who, writer.pid)
+    def _writer_gone(self, writer: WriterProcess) -> None:
+        log.info("%s %s (pid %d) writes no more", writer.role, writer.who, writer.pid)
         self._leave(writer)
         self.later(self.carry_out())
 
@@ -181,7 +196,7 @@ class SmpService:
         if writer.role == "trainer":
             self.heartbeats.ended(writer)
             self.machine.trainer_gone(writer.who, writer.pid)
-        elif writer.role != DRAIN:
+        elif writer.role == "encoder":
             self.machine.encoder_gone(writer.who, writer.pid)
 
     async def drop_stalled(self) -> None:

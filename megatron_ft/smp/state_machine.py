@@ -184,7 +184,8 @@ class NodeMachine:
             index = slots.grant(
                 snapshot, message.iteration, give_up_protected=message.give_up_protected
             )
-            self._emit(StorePermit(shard_id, Permit(snapshot, message.iteration, index, False)))
+            permit = Permit(snapshot, message.iteration, index, stay=message.stay)
+            self._emit(StorePermit(shard_id, permit))
 
     def _check_granted(self, snapshot: SnapshotId) -> None:
         """Refuse a repeated permit unless it still stands, which changes nothing."""
@@ -261,13 +262,10 @@ class NodeMachine:
             self._revoke(slots, snapshot)
             if slots.promised(snapshot):
                 self._report(m.SlotFreed(shard_id, snapshot))
-            freed = slots.abort(
-                snapshot,
-                trainer_alive=shard_id in self.trainers,
-                encoder_alive=bool(self.world),
-            )
-            if not freed:
-                self._emit(ToTrainer(shard_id, m.SnapshotOutcome(snapshot, "aborted")))
+            trainer, encoder = shard_id in self.trainers, bool(self.world)
+            slots.abort(snapshot, trainer_alive=trainer, encoder_alive=encoder)
+            # Also where the slot is free already: a trainer may wait for the outcome.
+            self._emit(ToTrainer(shard_id, m.SnapshotOutcome(snapshot, "aborted")))
 
     def _revoke(self, slots: ShardSlots, snapshot: SnapshotId) -> None:
         """Make the permit void before the trainer's eyes."""

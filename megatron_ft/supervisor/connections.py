@@ -174,6 +174,9 @@ class Connections(ABC):
         self.failure: BaseException | None = None
         self.rewind_asked = asyncio.Event()
         self.rewind_before = 0
+        self.evacuations: dict[str, m.Evacuate] = {}
+        """Requests that nobody has answered yet, by their numbers."""
+        self.evacuation_asked = asyncio.Event()
         self.held: dict[str, tuple[m.HeldSnapshot, ...]] = {}
         """The committed snapshots of each node, as its last heartbeat named them."""
         self.world = ""
@@ -192,6 +195,7 @@ class Connections(ABC):
         self._tasks: set[asyncio.Task[Any]] = set()
         self._inboxes: dict[str, EventInbox] = {}
         self._superseded = ""
+        self._requests_known: set[str] = set()
 
     @abstractmethod
     def _on_event(self, event: m.NodeEvent) -> None:
@@ -281,6 +285,8 @@ class Connections(ABC):
         if answer.rewind is not None:
             self.rewind_before = answer.rewind
             self.rewind_asked.set()
+        for request in answer.evacuations:
+            self.ask_evacuation(request)
         before = self.paused
         self.held[answer.node] = answer.held
         for nodes, stated in (
@@ -293,6 +299,13 @@ class Connections(ABC):
         if self.paused != before:
             word = "paused" if self.paused else "resumed"
             self.observers.emit(word, f"snapshots {word} by request")
+
+    def ask_evacuation(self, request: m.Evacuate) -> None:
+        """Take a request, unless it came before: every heartbeat brings it again."""
+        if request.number not in self._requests_known:
+            self._requests_known.add(request.number)
+            self.evacuations[request.number] = request
+            self.evacuation_asked.set()
 
     def supersede(self, reason: str) -> None:
         """Have this supervisor end, as of ``require_lead``: another one leads the job."""

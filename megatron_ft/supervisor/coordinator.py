@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.identity import SnapshotId
@@ -40,6 +40,14 @@ HOLDER = "drain"
 """The coordinator's name as a reader; it has one drain at a time."""
 
 
+class Standstill(NamedTuple):
+    """A snapshot at whose boundary trainers stay for up to ``seconds``."""
+
+    ahead: int
+    seconds: float
+    ended: asyncio.Future[SnapshotEnded]
+
+
 class Coordinator(Connections):
     """Control-plane state of one job over all its incarnations.
 
@@ -65,12 +73,15 @@ class Coordinator(Connections):
         self.restoring: SnapshotId | None = None
         self.resumed_from: int | None = None
         self.watched: dict[str, Any] = {}
+        self.moves: dict[str, Any] = {}
+        """What became of each node that was to be evacuated, for the summary."""
         self.skips = Skips()
         self.repairs = Repairs(self)
         self.given_up = (0, "")
         """Snapshots aborted since the last commit, and the reason of the last one."""
         self.listeners: list[Callable[[m.NodeEvent], None]] = []
         self._kick = asyncio.Event()
+        self._standstill: Standstill | None = None
         self._encoding_since = self._world_seen = self._first_try = 0.0
         self._protect_tries: dict[SnapshotId, int] = {}
 
@@ -104,6 +115,7 @@ class Coordinator(Connections):
                 "damaged_shards": len(self.repairs.lost),
             },
             "watch": self.watched,
+            "moves": self.moves,
             "committed": None
             if committed is None
             else {**_named(*committed[:2]), "level": committed[2]},
@@ -155,7 +167,24 @@ class Coordinator(Connections):
 
     def stop_snapshots(self) -> None:
         """Permit no more; what is under way is left to the next recovery."""
-        self.cycle = self.failure = None
+        self.cycle = self.failure = self._standstill = None
+        self._kick.set()
+
+    async def capture_and_stop(self, ahead: int, seconds: float) -> SnapshotEnded:
+        """Take a snapshot at whose boundary trainers stay for up to ``seconds``; what became of it.
+
+        It is of the iteration ``ahead`` of the soonest possible one; a permit for a later one is
+        taken back.  No other is permitted until ``permit_again``, which lets trainers go, too.
+        """
+        self._standstill = Standstill(ahead, seconds, asyncio.get_running_loop().create_future())
+        self._kick.set()
+        return await self._standstill.ended
+
+    def permit_again(self) -> None:
+        """End ``capture_and_stop``: snapshots are taken as ever."""
+        self._standstill = None
+        if self.cycle is not None and self.cycle.stay:
+            self._perform(self.cycle, self.cycle.give_up("the evacuation was given up"))
         self._kick.set()
 
     def smp_restarted(self, node: str) -> None:
@@ -176,12 +205,15 @@ class Coordinator(Connections):
                 # A pause may have come with these heartbeats.
                 if self.cycle is cycle and cycle.phase == CyclePhase.IDLE and not self.paused:
                     self._perform(cycle, self._next(cycle))
-            elif cycle.phase == CyclePhase.ENCODING and self._encoding_too_long():
-                reason = f"no parity after {self.timing.encode_timeout:.0f} s"
+            elif cycle.phase == CyclePhase.ENCODING and self._encoding_too_long(cycle):
+                reason = f"no parity after {self._limit(cycle):.0f} s"
                 self._perform(cycle, cycle.give_up(reason))
             elif cycle.phase == CyclePhase.CAPTURING:
+                fastest = self._fastest(cycle)
+                if self._standstill is not None and not cycle.stay and fastest < cycle.iteration:
+                    self._perform(cycle, cycle.give_up("a node is evacuated first"))
                 now, limit = time.monotonic(), self.timing.encode_timeout
-                self._perform(cycle, cycle.overdue(self._fastest(cycle), now, limit))
+                self._perform(cycle, cycle.overdue(fastest, now, limit))
             self._kick.clear()
             try:
                 await asyncio.wait_for(self._kick.wait(), LOOK_SECONDS)
@@ -192,8 +224,10 @@ class Coordinator(Connections):
         """Begin what is due: parity of the newest local snapshot, or a new one if it has room."""
         interval = cycle.schedule.interval
         fastest = self._fastest(cycle)
-        newest, world = self.committed, self.usable_world
-        if newest is not None and newest[2] == "local" and world:
+        newest, world, halt = self.committed, self.usable_world, self._standstill
+        if halt is not None and (halt.ended.done() or not world or self.crowded):
+            return []
+        if halt is None and newest is not None and newest[2] == "local" and world:
             tries = self._protect_tries.get(newest[0], 0)
             damaged = any(snapshot == newest[0] for _, snapshot in self.repairs.lost)
             tries = MOST_PROTECT_TRIES if damaged else tries
@@ -209,6 +243,8 @@ class Coordinator(Connections):
         if skipped is not None:
             text = f"captures continue, {skipped} were skipped"
             self.observers.emit("released", text, skipped=skipped)
+        if halt is not None:
+            return cycle.propose(fastest, world, ahead=halt.ahead, stay=halt.seconds)
         actions = cycle.propose(fastest, world, give_up_protected=give_up)
         if give_up and actions:
             text = "it makes room for the next capture: encoders have been away for too long"
@@ -242,8 +278,11 @@ class Coordinator(Connections):
             protectable=bool(cycle.stripes),
         )
 
-    def _encoding_too_long(self) -> bool:
-        return time.monotonic() - self._encoding_since > self.timing.encode_timeout
+    def _encoding_too_long(self, cycle: SnapshotCycle) -> bool:
+        return time.monotonic() - self._encoding_since > self._limit(cycle)
+
+    def _limit(self, cycle: SnapshotCycle) -> float:
+        return cycle.stay or self.timing.encode_timeout
 
     def _perform(self, cycle: SnapshotCycle, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -275,6 +314,9 @@ class Coordinator(Connections):
             return
 
     def _ended(self, ended: SnapshotEnded) -> None:
+        if self._standstill is not None and self.cycle is not None and self.cycle.stay:
+            if not self._standstill.ended.done():
+                self._standstill.ended.set_result(ended)
         if ended.again and ended.level == "local":
             # It is what it was, or known to be less; the event of the broken world has the reason.
             self.repairs.count_lost(ended.snapshot, ended.corrupt)

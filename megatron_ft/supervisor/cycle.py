@@ -78,7 +78,8 @@ class CyclePhase(Enum):
 class SnapshotCycle:
     """Permits snapshots one after the other and takes each to commit or abort.
 
-    ``places`` maps each shard to its node, ``schedule`` chooses the iterations.
+    ``places`` maps each shard to its node, ``schedule`` chooses the iterations.  ``stay`` is how
+    long trainers stay at the boundary of the snapshot under way, 0: not at all.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class SnapshotCycle:
         self._again = False
         self._passed_since: float | None = None
         self._stuck = False
+        self.stay = 0.0
 
     @property
     def ready(self) -> bool:
@@ -121,13 +123,21 @@ class SnapshotCycle:
         return self.phase == CyclePhase.IDLE and not self._writing
 
     def propose(
-        self, progress: int, world: str, *, give_up_protected: bool = False
+        self,
+        progress: int,
+        world: str,
+        *,
+        give_up_protected: bool = False,
+        ahead: int | None = None,
+        stay: float = 0.0,
     ) -> list[Action]:
         """Permit the next snapshot, if none is under way.
 
         ``progress`` is the highest iteration that any trainer has finished, -1 if none has
         yet; ``world`` the encoder world that is up on all nodes, "" if none.  The last
-        protected snapshot makes room for it only with ``give_up_protected``.
+        protected snapshot makes room for it only with ``give_up_protected``.  With ``ahead`` it
+        is of so many iterations after the soonest possible one, whatever the interval.  Trainers
+        stay at its boundary for up to ``stay`` seconds.
         """
         if self.phase != CyclePhase.IDLE or self._last:
             return []
@@ -137,14 +147,14 @@ class SnapshotCycle:
         self._sequence += 1
         self.snapshot = SnapshotId(self.incarnation, self._sequence)
         self._again = False
-        self.iteration = self.schedule.next_iteration(progress)
+        self.iteration = self.schedule.next_iteration(progress, ahead)
         self.schedule.permitted(self.iteration)
         self.phase = CyclePhase.CAPTURING
         self._world = world
         self._broken, self._corrupt = "", frozenset()
         self._waiting, self._writing = set(self.places), set(self.places)
-        self._passed_since = None
-        grant = m.Grant(self.incarnation, self.snapshot, self.iteration, give_up_protected)
+        self._passed_since, self.stay = None, stay
+        grant = m.Grant(self.incarnation, self.snapshot, self.iteration, give_up_protected, stay)
         return self._to_all(grant)
 
     def protect(self, snapshot: SnapshotId, iteration: int, world: str) -> list[Action]:
@@ -155,7 +165,7 @@ class SnapshotCycle:
         if self.phase != CyclePhase.IDLE or self._last or not self.stripes:
             return []
         self.snapshot, self.iteration, self._world = snapshot, iteration, world
-        self._broken, self._corrupt, self._again = "", frozenset(), True
+        self._broken, self._corrupt, self._again, self.stay = "", frozenset(), True, 0.0
         return self._encode()
 
     def world_changed(self, world: str) -> None:

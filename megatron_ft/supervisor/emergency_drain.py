@@ -63,7 +63,7 @@ class EmergencyDrain:
         if self._spec.settings.drain_dir is None:
             return
         try:
-            admitted = await self._members.admit_all()
+            admitted = await self._members.admit_all({})
         except MegatronFTError as error:
             self._emit("salvage_failed", f"memory could not be drained: {error}")
         else:

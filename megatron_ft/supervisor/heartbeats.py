@@ -11,8 +11,9 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from megatron_ft.rpc.heartbeat_page import PulseReport
 from megatron_ft.trainer.heartbeats import WINDOW, WindowSummary
@@ -26,6 +27,11 @@ class RankReport:
     node: str
     at: float
     report: PulseReport
+
+    @property
+    def first_ended(self) -> float:
+        """When the first iteration ended, by the supervisor's clock; its node has another one."""
+        return self.at - (self.report.marked + self.report.idle - self.report.first)
 
     def idle(self, now: float) -> float:
         """Seconds since the rank's last mark, if it has passed none since the report."""
@@ -137,43 +143,75 @@ class StragglerFinder:
         ]
 
 
+PARTS = ("detect", "kill", "decide", "rebuild", "start", "iterate")
+"""Parts of a recovery, in their order in time."""
+
+
 @dataclass(frozen=True)
 class RecoveryTime:
-    """Seconds of one recovery, in parts.
+    """One recovery: seconds of its parts, and how each rank came up.
 
     ``detect``: from the last sign of progress (hang) or of the node (silence); the kernel reports
-    the end of a process at once.  ``kill``: until all trainers are dead.  ``decide``: until
-    new ones are started: fencing, the decision, rebuilding or loading, waiting after repeated
-    failures.  ``start``: until all have ended their first iteration.
+    the end of a process at once.  ``kill``: until no trainer of the old incarnation runs.
+    ``decide``: until it is decided what to restore: waiting after repeated failures, fencing by
+    the SMPs, failed attempts.  ``rebuild``: until memory holds it.  ``start``: until all ranks
+    have registered.  ``iterate``: until all have ended their first iteration.
+
+    ``starts`` maps each of STARTS that occurred to its ranks.
     """
 
     cause: str
     detect: float
     kill: float
     decide: float
+    rebuild: float
     start: float
+    iterate: float
+    starts: Mapping[str, Sequence[int]]
 
     def parts(self) -> dict[str, float]:
-        """The parts by name, in their order in time."""
-        return {n: round(v, 3) for n, v in asdict(self).items() if n != "cause"}
+        """The parts by name."""
+        return {name: round(getattr(self, name), 3) for name in PARTS}
 
     @property
     def total(self) -> float:
         """From the fault to the end of the first iteration of the last rank."""
-        return self.detect + self.kill + self.decide + self.start
+        return float(sum(getattr(self, name) for name in PARTS))
+
+    def restart(self) -> str:
+        """How the ranks came up, for people."""
+        return "; ".join(f"{in_ranges(ranks)} {kind}" for kind, ranks in self.starts.items())
 
     def describe(self) -> str:
         """One line for people."""
         parts = ", ".join(f"{name} {value:.2f}" for name, value in self.parts().items())
-        return f"training again {self.total:.2f} s after {self.cause}: {parts}"
+        again = f"training again {self.total:.2f} s after {self.cause}"
+        return f"{again}: {parts}; restart of ranks: {self.restart()}"
+
+    def fields(self) -> dict[str, Any]:
+        """The same for programs."""
+        return {"total": round(self.total, 3), **self.parts(), "starts": dict(self.starts)}
+
+
+def in_ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers as text: ``0-2,5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 class RecoveryClock:
-    """Notes when an incarnation ended, its trainers were dead and new ones were started."""
+    """Notes when an incarnation ended, and when each step to the next one was done."""
 
     def __init__(self) -> None:
         self._cause = ""
-        self._detect = self._failed = self._dead = self._started = 0.0
+        self._detect = self._failed = self._dead = 0.0
+        self._decided = self._started = self._registered = 0.0
+        self._starts: Mapping[str, Sequence[int]] = {}
         self._waiting = self._down = False
 
     def detected(self, seconds: float) -> None:
@@ -190,10 +228,17 @@ class RecoveryClock:
         if not self._down:
             self._dead, self._cause, self._down = time.monotonic(), cause, True
 
-    def starting(self) -> None:
-        """Note that trainers of a new incarnation are about to be started."""
-        self._started, self._waiting = time.monotonic(), bool(self._cause)
-        self._down = False
+    def starting(self, decided: float) -> None:
+        """Note that trainers of a new incarnation are about to be started.
+
+        ``decided`` is when it was decided what they restore.
+        """
+        self._decided, self._started = decided, time.monotonic()
+        self._waiting, self._down = bool(self._cause), False
+
+    def registered(self, starts: Mapping[str, Sequence[int]]) -> None:
+        """Note that all ranks have registered; ``starts`` is RecoveryTime's."""
+        self._registered, self._starts = time.monotonic(), starts
 
     def poll(self, heard: Sequence[RankReport]) -> RecoveryTime | None:
         """The recovery that has just ended, returned once."""
@@ -203,8 +248,11 @@ class RecoveryClock:
             self._cause,
             self._detect,
             self._dead - self._failed,
-            self._started - self._dead,
-            time.monotonic() - self._started,
+            self._decided - self._dead,
+            self._started - self._decided,
+            self._registered - self._started,
+            max(one.first_ended for one in heard) - self._registered,
+            self._starts,
         )
         self._waiting, self._cause, self._detect = False, "", 0.0
         return recovery

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.drains import Drains
 from megatron_ft.supervisor.encoder_world import WorldKeeper
+from megatron_ft.supervisor.evacuation import Evacuations
 from megatron_ft.supervisor.failures import NODE_LOST, RERUN_CODES, Failure
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
@@ -53,6 +55,7 @@ class Incarnation:
     pacing: Pacing
     drains: Drains
     watch: JobWatch
+    evacuations: Evacuations
     registration: Registration = field(init=False)
     declined: bool = field(init=False, default=False)
     refusal: MegatronFTError | None = field(init=False, default=None)
@@ -63,25 +66,35 @@ class Incarnation:
 
     async def run(self) -> Failure | None:
         """None when training has finished; errors of nodes and of memory are raised."""
-        plan, ranks = self.plan, self.members.ranks
-        listeners = [self.registration.on_event, self._on_declined]
+        plan = self.plan
+        listeners = [self.registration.on_event, self._on_restartable, self._on_declined]
         self.coordinator.listeners += listeners
         try:
             if self.spec.scheme.parity_members and not self.world.wanted:
                 self.world.start(plan.active)
-            self.watch.begin_incarnation(ranks)
+            self.watch.begin_incarnation(self.members.ranks, plan.decided)
             source = self.quarantine.source(plan.decision)
-            self.trainers.start(plan.active, plan.incarnation, {RESTORE: source})
-            self._emit("trainers_started", f"{ranks} trainers started")
+            await self._start_trainers({RESTORE: source})
             return await self._watch(asyncio.create_task(self._begin_snapshots()))
         finally:
             for listener in listeners:
                 self.coordinator.listeners.remove(listener)
 
+    async def _start_trainers(self, extra: Mapping[str, str]) -> None:
+        """Let survivors train again, and start the other ranks."""
+        plan, trainers = self.plan, self.trainers
+        kept = trainers.in_place(plan.active, plan.kept)
+        await trainers.kill_all(but=kept)
+        await self.coordinator.ask_all(trainers.start(plan.active, plan.incarnation, extra, kept))
+        text = f"{self.members.ranks - len(kept)} trainers started"
+        text += f", {len(kept)} restart in process" if kept else ""
+        self._emit("trainers_started", text, in_process=sorted(kept))
+
     async def _begin_snapshots(self) -> None:
         """Await all ranks, make arenas, let trainers begin, and permit snapshots."""
         spec, plan, registration = self.spec, self.plan, self.registration
         await registration.wait(spec.settings.register_timeout_seconds)
+        self.watch.clock.registered(registration.starts())
         stored = plan.decision.stripes if plan.decision.snapshot is not None else ()
         places = registration.places()
         nodes = sorted(set(places.values()))
@@ -112,10 +125,11 @@ class Incarnation:
         silent = asyncio.create_task(coordinator.silent.wait())
         rewind = asyncio.create_task(coordinator.rewind_asked.wait())
         hang = asyncio.create_task(self.watch.until_hang())
+        move = asyncio.create_task(self.evacuations.until_due())
         try:
             while True:
                 smp = asyncio.create_task(smps.ended())
-                waits: set[asyncio.Task[Any]] = {trainers, silent, smp, rewind, hang}
+                waits: set[asyncio.Task[Any]] = {trainers, silent, smp, rewind, hang, move}
                 waits |= set() if beginning.done() else {beginning}
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 dead = smp.result() if smp.done() else []
@@ -124,6 +138,9 @@ class Incarnation:
                     return await self._trainers_ended(trainers.result())
                 if rewind.done():
                     return Failure(self.quarantine.rewind(), asked=True)
+                if move.done():
+                    self.watch.clock.detected(self.evacuations.standing)
+                    return move.result()
                 if hang.done():
                     found = hang.result()
                     return Failure(found.signature, "a hang", found.node, training=True)
@@ -137,7 +154,7 @@ class Incarnation:
                 if reason := await self.members.replace_smps(dead):
                     return Failure(reason, "a snapshot daemon was not replaced", dead[0])
         finally:
-            for task in (trainers, silent, rewind, hang, beginning):
+            for task in (trainers, silent, rewind, hang, move, beginning):
                 task.cancel()
 
     async def _trainers_ended(self, first: TrainerExit) -> Failure | None:
@@ -172,6 +189,10 @@ class Incarnation:
             return Failure(why, f"a trainer {how}")
         outside = -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
         return Failure(text, f"a trainer {how}", node, training=not outside)
+
+    def _on_restartable(self, event: m.NodeEvent) -> None:
+        if isinstance(event.body, m.Restartable):
+            self.trainers.restartable.add(event.body.rank)
 
     def _on_declined(self, event: m.NodeEvent) -> None:
         """Emit once that trainers take another start than the one that was announced."""

@@ -56,7 +56,8 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shard, ``incarnation`` the job's last incarnation, ``lineage`` what that one descends from,
     ``committed`` whether it ever committed a snapshot, ``quarantine`` which ones must not be
     used, ``rank_rule`` with how many ranks the command could continue, ``disk`` where checkpoints
-    are.  The secret never appears in text made from this object.
+    are, ``evacuated`` the nodes that must not train.  The secret never appears in text made from
+    this object.
     """
 
     version: int
@@ -74,6 +75,7 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quarantine: Quarantine = Quarantine()
     rank_rule: RankRule | None = None
     disk: DiskPlaces = DiskPlaces()
+    evacuated: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """All but the secret."""

@@ -10,7 +10,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -33,7 +34,12 @@ from megatron_ft.supervisor.connections import ARENA_TIMEOUT_SECONDS
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.failures import NODE_LOST, Failure
 from megatron_ft.supervisor.job_state import JobRecord, JobState
-from megatron_ft.supervisor.placement import choose_active, choose_spares, stripes_by_position
+from megatron_ft.supervisor.placement import (
+    choose_active,
+    choose_spares,
+    nodes_to_replace,
+    stripes_by_position,
+)
 from megatron_ft.supervisor.processes import Result, SmpFleet, unless
 from megatron_ft.supervisor.registration import OTHER_SHAPE
 from megatron_ft.supervisor.spec import JobSpec
@@ -48,22 +54,29 @@ may include an arena whose pages are all touched."""
 Inventories = dict[str, m.Inventory]
 """Inventory of each node that was admitted into the present incarnation, by node."""
 
+LivingRanks = Mapping[str, Sequence[int]]
+"""Ranks whose trainers live and could restart in their process, by node."""
 
-async def admit(coordinator: Coordinator, incarnation: int, nodes: Sequence[str]) -> Inventories:
+
+async def admit(
+    coordinator: Coordinator, incarnation: int, nodes: Sequence[str], keep: LivingRanks
+) -> Inventories:
     """Fence every node for ``incarnation`` and collect what it holds.
 
-    A node that does not answer, is silent, or cannot confirm that its older writers are
-    dead, counts as lost.  A node that still obeys another coordinator is waited for: its
-    lease runs out.
+    Trainers of ``keep`` may live, if they provably let go of their arenas.  A node that does not
+    answer, is silent, or cannot confirm that its older writers are gone, counts as lost.  A node
+    that still obeys another coordinator is waited for: its lease runs out.
     """
     reach("recovery.admitting")
     coordinator.incarnation, coordinator.resumed_from = incarnation, None
-    answers = await asyncio.gather(*(_admit(coordinator, incarnation, n) for n in nodes))
+    requests = [
+        m.Admit(incarnation, coordinator.timing.lease, tuple(keep.get(node, ()))) for node in nodes
+    ]
+    answers = await asyncio.gather(*map(partial(_admit, coordinator), nodes, requests))
     return {n: a for n, a in zip(nodes, answers, strict=True) if a is not None}
 
 
-async def _admit(coordinator: Coordinator, incarnation: int, node: str) -> m.Inventory | None:
-    request = m.Admit(incarnation, coordinator.timing.lease)
+async def _admit(coordinator: Coordinator, node: str, request: m.Admit) -> m.Inventory | None:
     while node in coordinator.links:
         answer = await _ask_unless_silent(coordinator, node, request)
         if isinstance(answer, m.Inventory):
@@ -76,7 +89,7 @@ async def _admit(coordinator: Coordinator, incarnation: int, node: str) -> m.Inv
         elif answer.error == "StaleIncarnationError":
             raise IncarnationHigherError(answer.reason)
         else:
-            text = f"node {node} refused incarnation {incarnation}: {answer.reason}"
+            text = f"node {node} refused incarnation {request.incarnation}: {answer.reason}"
             coordinator.observers.emit("refused", text, node=node)
             return None
     return None
@@ -133,6 +146,9 @@ class Membership:
         self._began, self._heard = time.monotonic(), dict[str, float]()
         self._led = False
         self._aside: set[str] = set()
+        self.leaving: set[str] = set(state.record.evacuated)
+        """Nodes that shall not train: their ranks move to spares with the next incarnation."""
+        self._on_the_move: set[str] = set()
 
     def places(self, active: Sequence[str] = ()) -> dict[str, str]:
         """Shard to node, as far as shards are known from earlier incarnations.
@@ -144,8 +160,8 @@ class Membership:
             shard: nodes[seat.rank // per_node] for shard, seat in self._state.record.shards.items()
         }
 
-    async def admit_all(self) -> Inventories:
-        """Start a new incarnation on every node that can be reached.
+    async def admit_all(self, keep: LivingRanks) -> Inventories:
+        """Start a new incarnation on every node that can be reached; ``keep`` as for ``admit``.
 
         Nodes that cannot be, and may still run trainers, are waited for: their leases end.
         StaleIncarnationError when somebody else leads the job by now.
@@ -155,7 +171,7 @@ class Membership:
         nodes = await self._reachable()
         while True:
             try:
-                work = admit(self._coordinator, incarnation, nodes)
+                work = admit(self._coordinator, incarnation, nodes, keep)
                 admitted = await self.smps.while_all_run(work)
                 self._check(admitted)
                 await self._await_leases(admitted)
@@ -205,18 +221,25 @@ class Membership:
         """Put a spare in the position of each lost node; NoSpareError if there are too few."""
         spares = [n for n in self.usable(admitted) if n not in self.active]
         lost = self.lost(admitted)
+        if len(spares) < len(lost):
+            # Better than none: a node whose move was cut short is still there.
+            spares += [n for n in admitted if n in self._on_the_move and n not in self.active]
+        replaced = nodes_to_replace(self.active, lost, self.leaving, len(spares))
         for node in [node for node in lost if node not in self._aside]:
             self._give_up(node)
             self._emit("node_lost", f"node {node} is lost", node)
         if len(spares) < len(lost):
+            away = ", ".join(sorted(self.evacuated))
+            back = f"; or give {away} back: `megatron-ft evacuate --undo`" if away else ""
             raise NoSpareError(
                 f"node {', '.join(lost)} lost, or set aside, and no spare is left; its memory may "
-                "still be rebuilt: start the same command again with more --spares",
+                f"still be rebuilt: start the same command again with more --spares{back}",
                 admitted,
                 len(lost) - len(spares),
             )
-        if lost:
-            self._place_spares(admitted, lost, spares)
+        if replaced:
+            self._place_spares(admitted, replaced, spares)
+        self._shall_leave(self.leaving - set(self.active))
 
     def _place_spares(self, admitted: Inventories, lost: list[str], spares: list[str]) -> None:
         """Spares of failure domains that keep the rule of stripes, as far as there are some."""
@@ -235,8 +258,32 @@ class Membership:
             self._emit("crowded", f"{text}the loss of {most}: no spare of another is left", name)
 
     def usable(self, admitted: Inventories) -> list[str]:
-        """The admitted nodes but those that were set aside."""
-        return [node for node in admitted if node not in self._aside]
+        """The admitted nodes but those that were set aside or evacuated."""
+        away = self._aside | self.evacuated
+        return [node for node in admitted if node not in away]
+
+    @property
+    def evacuated(self) -> set[str]:
+        """Nodes that do not train any more and are no spares."""
+        return self.leaving - set(self.active)
+
+    def evacuate(self, node: str, *, undo: bool = False) -> None:
+        """Have the next incarnation give the position of ``node`` to a spare, if there is one.
+
+        With ``undo`` it may train again.  A later supervisor knows it too.  Until ``moved`` the
+        node takes its position back if the spare is lost.
+        """
+        self._on_the_move = set() if undo else {node}
+        self._shall_leave(self.leaving - {node} if undo else self.leaving | {node})
+
+    def moved(self) -> None:
+        """Note that what evacuated nodes held is elsewhere now."""
+        self._on_the_move = set()
+
+    def _shall_leave(self, nodes: set[str]) -> None:
+        if nodes != self.leaving:
+            self._state.update(evacuated=tuple(sorted(nodes)))
+            self.leaving = nodes
 
     @property
     def ranks(self) -> int:
@@ -264,7 +311,7 @@ class Membership:
 
     def free_spares(self) -> list[str]:
         """Nodes that answer and could take the place of another one."""
-        used = {*self.active, *self._aside}
+        used = {*self.active, *self._aside, *self.leaving}
         return [node for node in self._coordinator.links if node not in used]
 
     def spares_gone(self) -> bool:

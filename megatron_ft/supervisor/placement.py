@@ -33,6 +33,18 @@ def choose_active(nodes: Sequence[str], count: int, domains: Domains, scheme: Sc
     return active
 
 
+def nodes_to_replace(
+    active: Sequence[str], lost: Collection[str], leaving: Collection[str], spares: int
+) -> list[str]:
+    """The nodes that train whose places spares take: the lost ones, then those that shall leave.
+
+    A node that shall leave still trains, so it stays where there is no spare for it.
+    """
+    gone = [node for node in active if node in lost]
+    wanted = [node for node in active if node in leaving and node not in lost]
+    return [*gone, *wanted[: max(0, spares - len(gone))]]
+
+
 MOST_TRIED = 10_000
 """Choices of domains that are compared at most."""
 

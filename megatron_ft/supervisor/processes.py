@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from megatron_ft.launchers.launcher import (
     ProcessHandle,
 )
 from megatron_ft.launchers.launcher_env import base_environment
+from megatron_ft.rpc import messages as m
 from megatron_ft.smp.__main__ import Credentials, Ready
 from megatron_ft.supervisor.job_state import JobState, SmpPlace
 from megatron_ft.supervisor.spec import JobSpec
@@ -41,6 +42,8 @@ _FIXED = {
     "TORCHELASTIC_USE_AGENT_STORE": "False",
     "ROLE_NAME": "default",
 }
+_CHANGING = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", INCARNATION)
+"""Variables of a rank that differ from one incarnation to the next."""
 _DEFAULTS = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
 
@@ -246,23 +249,46 @@ class TrainerExit:
 
 
 class TrainerFleet:
-    """All trainer ranks of one incarnation of the job."""
+    """All trainer ranks of one incarnation of the job.
+
+    ``restartable`` are the ranks that have announced that they can restart in process.
+    """
 
     def __init__(self, launcher: Launcher, spec: JobSpec) -> None:
         self._launcher, self._spec = launcher, spec
         self._handles: list[ProcessHandle] = []
+        self.restartable = set[int]()
         self.why_cold = "--warm-start is off"
         if spec.warm_start:
             self.why_cold = why_cold(spec.command, spec.trainer_per_node)
         self._hosts = TrainerHosts(launcher, spec.command, spec.log_dir)
 
-    def start(self, active: Sequence[str], incarnation: int, extra: Mapping[str, str]) -> None:
-        """Start every rank, node by node.  NodeUnreachable if one is lost meanwhile."""
+    def survivors(self) -> dict[str, list[int]]:
+        """Ranks whose process lives and can restart in process, by node."""
+        found: dict[str, list[int]] = {}
+        for rank in sorted(self.restartable):
+            if self._handles[rank].alive():
+                found.setdefault(self._handles[rank].node, []).append(rank)
+        return found
+
+    def start(
+        self,
+        active: Sequence[str],
+        incarnation: int,
+        extra: Mapping[str, str],
+        kept: Collection[int] = (),
+    ) -> dict[str, m.ReenterRanks]:
+        """Start every rank but ``kept``, node by node.  NodeUnreachable if one is lost meanwhile.
+
+        Returns the requests by which the kept ones train again, by node.
+        """
         spec, port = self._spec, free_port()
         given = {**base_environment(), **spec.trainer_environment, **extra}
         base = before_script({**given, INCARNATION: str(incarnation)})
         master = self._launcher.address(active[0])
-        self._handles = []
+        before, self._handles = self._handles, []
+        self.restartable &= set(kept)
+        again: dict[str, dict[int, dict[str, str]]] = {}
         if not self.why_cold:
             there = [node for node in self._launcher.nodes() if self._launcher.reachable(node)]
             self._hosts.ensure(there, {**_DEFAULTS, **base})
@@ -281,7 +307,13 @@ class TrainerFleet:
                 environment = (
                     place.of_torchrun(base) if spec.trainer_per_node else place.of_rank(base)
                 )
-                log = self.log_of(index * spec.ranks_per_node + local)
+                rank = index * spec.ranks_per_node + local
+                if rank in kept:
+                    changed = {name: environment[name] for name in (*_CHANGING, *extra)}
+                    again.setdefault(node, {})[rank] = changed
+                    self._handles.append(before[rank])
+                    continue
+                log = self.log_of(rank)
                 command, mark = container.pass_environment(spec.command, environment)
                 if mark:
                     environment[TREE] = mark
@@ -291,6 +323,7 @@ class TrainerFleet:
                 self._handles.append(handle)
                 if incarnation > 1:
                     reach("recovery.trainer_started")
+        return {node: m.ReenterRanks(incarnation, ranks) for node, ranks in again.items()}
 
     @property
     def _ranks_each(self) -> int:
@@ -332,8 +365,16 @@ class TrainerFleet:
         """No trainer will be started any more."""
         self._hosts.end()
 
-    async def kill_all(self) -> None:
-        """SIGKILL every rank and wait until they are dead."""
-        for handle in self._handles:
+    def in_place(self, active: Sequence[str], kept: Collection[int]) -> set[int]:
+        """Those of ``kept`` that stay where they are in a job of as many ranks on these nodes."""
+        per_node = self._spec.ranks_per_node
+        if len(active) * per_node != len(self._handles):
+            return set()
+        return {r for r in kept if self._handles[r].node == active[r // per_node]}
+
+    async def kill_all(self, but: Collection[int] = ()) -> None:
+        """SIGKILL every rank but these, and wait until they are dead."""
+        victims = [handle for rank, handle in enumerate(self._handles) if rank not in but]
+        for handle in victims:
             handle.kill()
-        await asyncio.gather(*(handle.wait() for handle in self._handles))
+        await asyncio.gather(*(handle.wait() for handle in victims))

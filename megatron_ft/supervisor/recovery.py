@@ -11,8 +11,9 @@ restored snapshot is complete and committed everywhere again.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_ft.checkpoint.decide import Decision, decide
 from megatron_ft.checkpoint.drained import Choice
@@ -25,7 +26,7 @@ from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.disk_restore import DiskRestores, DiskSource, lineage_before
 from megatron_ft.supervisor.encoder_world import WorldKeeper
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.membership import Inventories, Membership
+from megatron_ft.supervisor.membership import Inventories, LivingRanks, Membership
 from megatron_ft.supervisor.orders import (
     create_requests,
     orders_by_node,
@@ -51,7 +52,9 @@ class RebuildError(MegatronFTError):
 class RestorePlan:
     """A decision, where shards live now, and the new lineage.
 
-    ``disk`` is set where the snapshot comes from a drained checkpoint.
+    ``disk`` is set where the snapshot comes from a drained checkpoint; ``kept`` are ranks whose
+    process lives, has let go of its arenas and waits to train again; ``decided`` is when this was
+    decided.
     """
 
     decision: Decision
@@ -61,6 +64,8 @@ class RestorePlan:
     lineage: tuple[Ancestor, ...]
     slot_count: int
     disk: DiskSource | None = None
+    kept: tuple[int, ...] = ()
+    decided: float = field(default_factory=time.monotonic)
 
     def adoption(self, node: str) -> m.Adopt:
         """Request by which ``node`` keeps its shards, or nothing if nothing is restored."""
@@ -110,16 +115,17 @@ class Recovery:
         self._coordinator, self._members, self._world = coordinator, members, world
         self._disk, self._quarantine = disk, quarantine
 
-    async def run(self, reached: int) -> RestorePlan:
+    async def run(self, reached: int, survivors: LivingRanks) -> RestorePlan:
         """Recover the job into a new incarnation; the plan that was carried out.
 
-        ``reached`` is the last iteration before the failure, -1 if none is known.  NoSpareError
+        ``reached`` is the last iteration before the failure, -1 if none is known; ``survivors``
+        are trainers that live.  NoSpareError
         when too few nodes are left.  UnrecoverableError when work would be lost and nobody
         allowed that; ConfigError when memory was laid out by other settings than those of this
         run.  After RebuildError, LoadError, NoRoomError or ControlPlaneError another attempt
         may succeed.
         """
-        admitted = await self._members.admit_all()
+        admitted = await self._members.admit_all(survivors)
         self._quarantine.admitted()
         self._members.replace_lost(admitted)
         plan = await self._choose(admitted, reached)
@@ -175,6 +181,7 @@ class Recovery:
             lineage=lineage,
             slot_count=spec.settings.slots,
             disk=source,
+            kept=tuple(rank for inventory in admitted.values() for rank in inventory.kept),
         )
         self._emit_restoring(plan, memory, choice, reached)
         return plan

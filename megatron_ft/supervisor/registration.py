@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_ft.checkpoint.decide import StripeState
+from megatron_ft.core.environment import STARTS
 from megatron_ft.core.errors import (
     ConfigError,
     LayoutMismatchError,
@@ -75,6 +76,11 @@ class Registration:
     def places(self) -> dict[str, str]:
         """Shard to node."""
         return {shard_id: node for shard_id, (node, _) in self.hellos.items()}
+
+    def starts(self) -> dict[str, list[int]]:
+        """How ranks came up, of STARTS, to their numbers."""
+        ranks = {k: sorted(h.rank for _, h in self.hellos.values() if h.start == k) for k in STARTS}
+        return {kind: numbers for kind, numbers in ranks.items() if numbers}
 
     def placements(self) -> dict[str, ShardPlacement]:
         """Placement of each shard, for a later incarnation that has nothing but a disk."""

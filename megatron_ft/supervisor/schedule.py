@@ -42,12 +42,15 @@ class Schedule:
         self._refused = -1
         self._commits_in_a_row = 0
 
-    def next_iteration(self, progress: int) -> int:
+    def next_iteration(self, progress: int, ahead: int | None = None) -> int:
         """The iteration of the next snapshot; it lies more than ``lead`` ahead of ``progress``.
 
-        That is the highest iteration that any trainer has finished, -1 if none has yet.
+        That is the highest iteration that any trainer has finished, -1 if none has yet.  With
+        ``ahead`` the interval does not count: so many iterations after the soonest one.
         """
         soonest = (self.first if progress < 0 else progress) + self.lead + 1
+        if ahead is not None:
+            return soonest + ahead
         if not self.fixed:
             return max(soonest, self._spent + self.interval)
         return -(-soonest // self.interval) * self.interval

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -106,7 +106,11 @@ class JobSpec:
     @property
     def trainer_environment(self) -> dict[str, str]:
         """The variables that trainers find beside those of this process."""
-        return {**self.settings.job_variables(), **self.environment}
+        settings = self.settings
+        if self.trainer_per_node:
+            # The ranks are children of torchrun, which would have to start those that are gone.
+            settings = replace(settings, restart="new-process")
+        return {**settings.job_variables(), **self.environment}
 
 
 MOST_OPEN_FILES = 1 << 16

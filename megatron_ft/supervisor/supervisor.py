@@ -32,6 +32,7 @@ from megatron_ft.supervisor.disk_restore import DiskRestores, LoadError
 from megatron_ft.supervisor.drains import Drains, noted_places
 from megatron_ft.supervisor.emergency_drain import EmergencyDrain
 from megatron_ft.supervisor.encoder_world import EncoderWorld, WorldKeeper
+from megatron_ft.supervisor.evacuation import Evacuations
 from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.failures import NODE_LOST, Failure
 from megatron_ft.supervisor.incarnation import Incarnation
@@ -101,6 +102,8 @@ class Supervisor:
             self.observers,
         )
         self.coordinator.listeners.append(self._pacing.on_event)
+        redundant = bool(spec.scheme.parity_members)
+        self.evacuations = Evacuations(launcher, self.coordinator, self.members, redundant)
         self._watch = JobWatch(self.coordinator, spec.settings, spec.log_dir)
         self.observers.add(self._note_first_commit)
         self._reached, self._budget = -1, spec.budget
@@ -173,17 +176,20 @@ class Supervisor:
             self._reached = progress if progress >= 0 else self._reached
             self.coordinator.stop_snapshots()
             self._watch.clock.failed()
-            await self.trainers.kill_all()
+            # Ranks that have not trained may be the cause of the failure.
+            survivors = self.trainers.restartable if progress >= 0 else ()
+            await self.trainers.kill_all(but=survivors)
             self.world.stop()
 
     async def _recover_and_train(self) -> Failure | None:
         try:
-            plan = await self._recovery.run(self._reached)
+            plan = await self._recovery.run(self._reached, self.trainers.survivors())
         except NoSpareError as error:
             await self._emergency.run(error.admitted)
             if await self._emergency.shrink(error.admitted):
                 return Failure("fewer nodes train", asked=True)
             raise
+        self.evacuations.restored(plan, self._reached)
         incarnation = Incarnation(
             plan=plan,
             reached=self._reached,
@@ -198,6 +204,7 @@ class Supervisor:
             pacing=self._pacing,
             drains=self.drains,
             watch=self._watch,
+            evacuations=self.evacuations,
         )
         return await incarnation.run()
 
@@ -308,6 +315,7 @@ class Stop:
             self.at_once()
         else:
             self.code = EXIT_NOT_DRAINED
+            self._supervisor.evacuations.stopping = True
             self._drain = asyncio.ensure_future(self._drain_first())
 
     async def _drain_first(self) -> None:

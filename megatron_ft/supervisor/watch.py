@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.rpc import messages as m
@@ -93,13 +93,17 @@ class JobWatch:
         self._coordinator, self._settings, self._log_dir = coordinator, settings, log_dir
         self._stragglers = StragglerFinder(settings.straggler_percent)
         self._ranks, self._longest, self._failed = 0, 0.0, False
+        self._recovery: dict[str, Any] | None = None
 
-    def begin_incarnation(self, ranks: int) -> None:
-        """Begin to watch ``ranks`` trainers, which are about to be started."""
+    def begin_incarnation(self, ranks: int, decided: float) -> None:
+        """Begin to watch ``ranks`` trainers, which are about to be started.
+
+        ``decided`` is when it was decided what they restore.
+        """
         self._ranks = ranks
         self._coordinator.pulses.begin_incarnation()
         self._stragglers.begin_incarnation()
-        self.clock.starting()
+        self.clock.starting(decided)
 
     async def until_hang(self) -> Hang:
         """Look at each heartbeat; returns when training hangs and must be restarted."""
@@ -133,12 +137,14 @@ class JobWatch:
         """Emit recoveries that have ended and new stragglers, and renew what status shows."""
         coordinator, slow = self._coordinator, self._stragglers
         if (done := self.clock.poll(heard)) is not None:
-            fields = {"total": done.total, **done.parts()}
-            coordinator.observers.emit("recovered", done.describe(), **fields)
+            coordinator.observers.emit("recovered", done.describe(), **done.fields())
+            self._recovery = {"text": done.describe(), "total": done.total, **done.parts()}
+            self._recovery["restart"] = done.restart()
         for text in slow.poll(heard):
             coordinator.observers.emit("straggler", text, ranks=sorted(slow.present))
         coordinator.watched = {
             "hang_timeout": round(learned_timeout(self._longest, self._settings), 3),
+            "recovery": self._recovery,
             "iteration_seconds": max((one.report.typical for one in heard), default=0.0),
             "stragglers": [
                 {"rank": rank, "excess": round(excess, 4)} for rank, excess in slow.present.items()

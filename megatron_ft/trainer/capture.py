@@ -33,6 +33,9 @@ from megatron_ft.trainer.ticket import Ticket, TicketBook
 
 logger = logging.getLogger(__name__)
 
+STAY_LOOK_SECONDS = 0.02
+"""Interval of looks at a permit by a rank that stays at its boundary."""
+
 HISTORY = 64
 LEAST_HISTORY = 8
 
@@ -235,6 +238,7 @@ class Capture:
             self._stats.stall_seconds += time.monotonic() - started
         if not self._fence_seen:
             self._hold_without_fence(self._run)
+        self._stay(permit, ticket, started + permit.stay)
         return ticket
 
     def _begin(
@@ -250,6 +254,18 @@ class Capture:
         meta = partial(pack_encoded, self._engine.binding.layout_bytes, objects, self._form)
         self._tickets.add(ticket)
         return self._engine.begin(permit, ticket, live, meta, started)
+
+    def _stay(self, permit: Permit, ticket: Ticket, until: float) -> None:
+        """Stay at this boundary until the job ends this incarnation, which loses nothing then.
+
+        Training continues when the snapshot is not committed with parity, when the permit word is
+        not of this one any more, or when the time is over.
+        """
+        assert self._engine is not None
+        while time.monotonic() < until and not ticket.spoiled:
+            if self._engine.revoked(permit):
+                return
+            time.sleep(STAY_LOOK_SECONDS)
 
     def fence(self) -> None:
         """Return when the tensors may change: the copy is done, or has been given up.
@@ -299,10 +315,15 @@ class Capture:
                 reason,
             )
 
-    def close(self) -> None:
-        """Let a running capture end, then unmap the arena; a second call does nothing."""
+    def close(self, *, at_once: bool = False) -> None:
+        """Let a running capture end, or give it up, and unmap the arena.
+
+        A second call does nothing.
+        """
         engine, self._engine = self._engine, None
         if engine is not None:
+            if at_once and self._run is not None:
+                self._run.stop("the job restarts")
             self.fence()
             engine.close(self._timeout_seconds)
 

@@ -1,8 +1,7 @@
 """The trainer's part of the watch: it passes marks, a thread beats, a signal writes stacks.
 
-All of it is stored in a page that the SMP of the node reads.  Beside the marks the page says how
-long the parts of the start took, how long iterations take, and how much of each is the rank's own
-part.
+All of it is stored in a page that the SMP of the node reads.  Beside the marks the page says when
+the first iteration ended, how long iterations take, and how much of each is the rank's own part.
 
 In a synchronous job all ranks have the same iteration time, because the fast ones wait for the
 slow ones.  A rank's own part is what is left without that wait: without the time from its own last
@@ -26,7 +25,6 @@ from typing import Any
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import UntrustedFileError
-from megatron_ft.core.procfs import read_stat
 from megatron_ft.rpc.heartbeat_page import (
     DUMP_SIGNAL,
     Pulse,
@@ -195,17 +193,6 @@ def _gets_gradients(parameter: Any) -> bool:
     return known and parameter.is_leaf and parameter.requires_grad and parameter.is_cpu
 
 
-def process_start() -> float:
-    """The time at which this process was started, in seconds of the monotonic clock; to 10 ms.
-
-    The kernel counts from boot, time asleep included (proc(5)).
-    """
-    stat = read_stat("self")
-    assert stat is not None
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - stat.start_time / os.sysconf("SC_CLK_TCK")
-    return time.monotonic() - age
-
-
 class TrainerWatch:
     """Marks of one rank, stored where the SMP of its node reads them.
 
@@ -222,7 +209,7 @@ class TrainerWatch:
     ) -> None:
         """Without a file nothing is stored; ``gradients`` is whether they are followed."""
         self._file, self._clock, self._follows = file, clock, gradients
-        self._pulse = Pulse(rank=rank, started=process_start())
+        self._pulse = Pulse(rank=rank)
         self._iterations = Iterations()
         self._gradient = LastGradient(self._last_gradient)
         self._ended = threading.Event()
@@ -271,6 +258,7 @@ class TrainerWatch:
         now = self._clock()
         self._iterations.ended(iteration, now)
         self._pulse.iteration = iteration
+        self._pulse.first = self._pulse.first or now
         self._passed(now)
 
     @contextmanager

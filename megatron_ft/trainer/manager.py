@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,6 +33,7 @@ from megatron_ft.trainer.pending_restore import PendingRestore
 from megatron_ft.trainer.plan import check_replicas, plan_state
 from megatron_ft.trainer.state import HasCheckpointForm
 from megatron_ft.trainer.stats import CaptureStats, Warner
+from megatron_ft.trainer.teardown import on_teardown
 from megatron_ft.trainer.ticket import Ticket
 
 logger = logging.getLogger(__name__)
@@ -92,6 +94,18 @@ def note_imports() -> None:
             private_files.rewrite_file(Path(os.environ[NODE_DIR], IMPORTS_NAME), names)
 
 
+_open: weakref.WeakSet[SnapshotManager] = weakref.WeakSet()
+"""Managers of this process that were not closed."""
+
+
+def _close_all() -> None:
+    for manager in list(_open):
+        manager.close(at_once=True)
+
+
+on_teardown(_close_all)
+
+
 class SnapshotManager:
     """Takes snapshots of one trainer rank's state into host memory, and restores them.
 
@@ -143,6 +157,7 @@ class SnapshotManager:
         self._pending = PendingRestore(self._client, self.shard_id, coordinates, self.world_size)
         self._capture = Capture(self._client, self.config, self.stats, self._warn)
         self._hooks: list[Any] = []
+        _open.add(self)
 
     @property
     def offered_iteration(self) -> int:
@@ -272,14 +287,18 @@ class SnapshotManager:
         self.watch.follow(parameter for group in groups for parameter in group["params"])
         return handle
 
-    def close(self) -> None:
-        """Let a running capture end, then unmap the arena and leave the SMP."""
+    def close(self, *, at_once: bool = False) -> None:
+        """Let a running capture end, then unmap the arena and leave the SMP.
+
+        ``at_once``: give the capture up.  A second call does nothing.
+        """
+        _open.discard(self)
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
         self.watch.close()
         try:
-            self._capture.close()
+            self._capture.close(at_once=at_once)
         finally:
             self._client.close()
 

@@ -34,6 +34,11 @@ class Ticket:
         """True when the call captured nothing."""
         return self.snapshot is None
 
+    @property
+    def spoiled(self) -> bool:
+        """True once the snapshot cannot be committed with parity any more."""
+        return any(f.done() and not f.result() for f in (self.captured, self.protected))
+
     def resolve(self, future: Future[bool], happened: bool) -> None:
         """Set a future unless it is set already: outcomes may overtake each other."""
         with self._lock:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_ft import run_resilient
 from tests.programs.poisoned_training import load
 
 GATE = "MEGATRON_FT_TEST_GATE"
@@ -36,7 +37,7 @@ def main() -> None:
     training = load()
     gate = Path(os.environ[GATE])
     training.train_one = gated(training.train_one, training.arguments().iterations, gate)
-    training.main()
+    run_resilient(training.main)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_ft import run_resilient
 from tests.programs.poisoned_training import load
 
 
@@ -40,11 +41,16 @@ def be_suspended() -> None:
         pass
 
 
+def fail() -> None:
+    raise ValueError("this rank alone cannot continue")
+
+
 KINDS: dict[str, Callable[[], None]] = {
     "loop": loop_for_ever,
     "c": block_in_c,
     "collective": enter_alone,
     "suspended": be_suspended,
+    "error": fail,
 }
 
 
@@ -80,4 +86,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_resilient(main)

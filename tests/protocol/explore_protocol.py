@@ -37,7 +37,9 @@ class Row:
     def __str__(self) -> str:
         shape, limits = self.shape, self.limits
         extras = [f"{shape.spares} spare"] if shape.spares else []
-        extras += [name for name in ("readers", "disk", "damage") if getattr(shape, name)]
+        extras += [
+            name for name in ("readers", "disk", "damage", "survivors") if getattr(shape, name)
+        ]
         job = ", ".join([f"{shape.data + shape.parity} × {shape.codec}", *extras])
         kinds = ", ".join(sorted(limits.kinds)) or "any"
         faults = f"{limits.faults} of {kinds}" if limits.faults else "0"
@@ -67,6 +69,7 @@ STANDARD = [
     row(2, 2, 1, 0, spares=1),
     row(2, 2, 2, 0, ("lose", "restart", "smp_crash"), spares=1),
     row(2, 2, 1, 0, spares=1, disk=True),
+    row(2, 2, 2, 0, ("die", "restart", "smp_crash", "suspend_writing"), spares=1, survivors=True),
     row(2, 1, 2, 0, ("flip", "lose", "suspend_writing"), spares=1, damage=True),
     row(3, 1, 0),
     row(3, 2, 1, 0, spares=1),
@@ -111,6 +114,7 @@ def _asked_for(options: argparse.Namespace) -> Row:
         readers=options.readers,
         disk=options.disk,
         damage=options.damage,
+        survivors=options.survivors,
     )
 
 
@@ -125,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kinds", nargs="*", default=(), choices=sorted(FAULTS), help="of faults")
     parser.add_argument("--delays", type=int, help="most in one run; every order without it")
     parser.add_argument("--seconds", type=float, default=0.0, help="most for a row; 0 no limit")
-    for name in ("readers", "disk", "damage"):
+    for name in ("readers", "disk", "damage", "survivors"):
         parser.add_argument(f"--{name}", action="store_true")
     return parser
 

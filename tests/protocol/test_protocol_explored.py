@@ -30,6 +30,7 @@ ROWS = [
     row(2, 1, 0),
     row(2, 1, 1, 0, spares=1, disk=True),
     row(2, 1, 1, 0, spares=1, damage=True),
+    row(2, 1, 1, 0, spares=1, survivors=True),
     row(3, 1, 1, 0, ("cut", "lose", "restart", "suspend_writing"), spares=1),
 ]
 
@@ -44,6 +45,7 @@ def test_every_run_within_bounds_keeps_what_it_must(one: Row) -> None:
 FOUND: dict[Callable[[pytest.MonkeyPatch], None], Row] = {
     holes.lease_ends_nobody: row(2, 1, 1, 0, ("cut",), spares=1),
     holes.replaced_at_once: row(2, 1, 1, 0, ("cut",), spares=1),
+    holes.word_is_enough: row(2, 1, 2, 0, ("suspend_writing", "die"), survivors=True),
     holes.no_fence: row(1, 1, 2, None, ("suspend", "restart")),
 }
 

@@ -103,14 +103,14 @@ class FakeSmp:
             self.arena = Arena.create(self.path, header)
         return self.path
 
-    def grant(self, iteration: int, slot: int = 0) -> SnapshotId:
+    def grant(self, iteration: int, slot: int = 0, stay: float = 0.0) -> SnapshotId:
         """Permit the next snapshot at ``iteration``."""
         assert self.arena is not None
         self.sequence += 1
         snapshot = SnapshotId(1, self.sequence)
         self.slots[snapshot] = slot
         self.ended.clear()
-        self.arena.write_permit(Permit(snapshot, iteration, slot, False))
+        self.arena.write_permit(Permit(snapshot, iteration, slot, False, stay))
         return snapshot
 
     def revoke(self) -> None:

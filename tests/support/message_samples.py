@@ -114,6 +114,8 @@ class Maker:
             return {f.encode_name: self._field(f.encode_name, f.type) for f in info.fields}
         if isinstance(info, kinds.EnumType):
             return self.random.choice([*info.cls]).value
+        if isinstance(info, kinds.LiteralType):
+            return self.random.choice(info.values)
         if isinstance(info, kinds.NamedTupleType):
             return [self._field(field.name, field.type) for field in info.fields]
         if isinstance(info, kinds.VarTupleType):

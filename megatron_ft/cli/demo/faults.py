@@ -13,6 +13,7 @@ from enum import Enum
 
 from megatron_ft.cli.chaos.follow import RecordedEvent
 from megatron_ft.cli.chaos.trace import TraceLine
+from megatron_ft.supervisor.heartbeats import PARTS
 
 Traces = Mapping[int, Sequence[TraceLine]]
 """Ranks to all their lines."""
@@ -92,8 +93,8 @@ class DemoRecovery:
     """One fault and the recovery from it.  All times are seconds; None where it never came.
 
     ``seconds_to_first_iteration`` runs from the strike to the end of the first iteration
-    after the restore; ``detect`` and ``parts`` add up to it: fence the old processes and
-    decide, rebuild (encoder world and parity), start (processes, imports, copying in), iterate.
+    after the restore.  ``parts`` and ``starts`` (how the ranks came up) are those of the job's
+    event; its clock begins when the fault is noticed, ``detect`` after the strike.
     """
 
     victim: str
@@ -105,6 +106,7 @@ class DemoRecovery:
     restored_iteration: int | None = None
     iterations_lost: int | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
+    starts: Mapping[str, Sequence[int]] = field(default_factory=dict)
     seconds_to_first_iteration: float | None = None
 
 
@@ -138,6 +140,7 @@ def _recovery(strike: DemoStrike, events: Sequence[RecordedEvent], traces: Trace
     if noticed.detect is None or not incarnations or incarnations[-1] <= strike.incarnation:
         return noticed
     newest = [e for e in events if e["incarnation"] == incarnations[-1]]
+    measured = next((e for e in newest if e["kind"] == "recovered"), None)
     lines = [line for rank in traces.values() for line in rank]
     again = [line for line in lines if line.incarnation == incarnations[-1]]
     reached = max(line.iteration for line in lines if line.incarnation < incarnations[-1])
@@ -152,21 +155,7 @@ def _recovery(strike: DemoStrike, events: Sequence[RecordedEvent], traces: Trace
         source=restored["source"] if restored else None,
         restored_iteration=back_to if restored else None,
         iterations_lost=reached - back_to,
-        parts=_parts(strike, noticed.detect, newest, done),
+        parts={} if measured is None else {name: measured[name] for name in PARTS},
+        starts={} if measured is None else measured["starts"],
         seconds_to_first_iteration=done,
     )
-
-
-def _parts(
-    strike: DemoStrike, detect: float, events: Sequence[RecordedEvent], done: float | None
-) -> dict[str, float]:
-    """Seconds of each step; every step of an incarnation that trains has its event."""
-    at = {e["kind"]: e["at"] - strike.monotonic for e in reversed(events)}
-    rebuilds = any(e["kind"] == "restoring" and e["lost"] for e in events)
-    decided = at["restoring"] if rebuilds else at["trainers_started"]
-    parts = {"decide": decided - detect, "start": at["training"] - at["trainers_started"]}
-    if rebuilds:
-        parts["rebuild"] = at["trainers_started"] - decided
-    if done is not None:
-        parts["iterate"] = done - at["training"]
-    return parts

@@ -89,9 +89,10 @@ _HEADINGS = (
     ("restored", "from"),
     ("back to", "iteration"),
     ("iterations", "lost"),
+    ("", "restart"),
     ("training", "again after"),
 )
-_TO_THE_LEFT = (0, 3)
+_TO_THE_LEFT = (0, 3, 6)
 
 
 def _event_table(events: Iterable[DemoRecovery]) -> list[str]:
@@ -104,6 +105,7 @@ def _event_table(events: Iterable[DemoRecovery]) -> list[str]:
             event.source or "-",
             _or_dash(event.restored_iteration),
             _or_dash(event.iterations_lost),
+            ", ".join(f"{len(ranks)} {kind}" for kind, ranks in event.starts.items()) or "-",
             _seconds(event.seconds_to_first_iteration, 1),
         )
         for event in events

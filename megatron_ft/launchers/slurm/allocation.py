@@ -130,6 +130,11 @@ class Allocation:
             self._asked = time.monotonic()
         return self._left
 
+    def draining(self) -> dict[str, str] | None:
+        """The reason by node for nodes that get no new jobs; None without an answer."""
+        described = ask("scontrol", "show", "node", "--oneliner", ",".join(self.names))
+        return None if described is None else draining_nodes(described)
+
     def seconds_left(self) -> float:
         """Seconds until Slurm ends the job; 0 if it has no time limit, or none is known."""
         answer = ask("squeue", "--noheader", "--jobs", self.reference, "--format=%L")
@@ -148,6 +153,24 @@ def job_reference(environment: Mapping[str, str]) -> str:
 def node_addresses(described: str) -> dict[str, str]:
     """NodeAddr by NodeName from ``scontrol show node --oneliner``.  Pure."""
     return dict(re.findall(r"NodeName=(\S+).*?NodeAddr=(\S+)", described))
+
+
+_DRAINING = re.compile(
+    r"NodeName=(?P<name>\S+).*? State=(?P<state>\S+)(?:.*? Reason=(?P<reason>.*?)(?= \w+=|$))?"
+)
+
+
+def draining_nodes(described: str) -> dict[str, str]:
+    """Reason by node, "" if none was given, for those that drain or were said to fail soon.  Pure.
+
+    ``described`` is the output of ``scontrol show node --oneliner``.
+    """
+    found = (_DRAINING.search(line) for line in described.splitlines())
+    return {
+        node["name"]: (node["reason"] or "").strip()
+        for node in found
+        if node and {"DRAIN", "FAIL"} & set(node["state"].split("+"))
+    }
 
 
 def numeric(address: str) -> str:

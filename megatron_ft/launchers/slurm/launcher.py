@@ -213,6 +213,10 @@ class SlurmLauncher(Launcher):
         """True if Slurm still counts the node to the job."""
         return node in self.allocation.left()
 
+    def leaving(self) -> dict[str, str] | None:
+        """The nodes that Slurm drains, as an administrator has asked; see Launcher."""
+        return self.allocation.draining()
+
     def ready_file(self, node: str) -> Path:
         """The file in which the SMP of a node says that it serves, in the shared folder."""
         return self._shared / f"smp-{node}.json"

@@ -266,6 +266,7 @@ def seen(kind: str, at: float, incarnation: int, **fields: Any) -> dict[str, Any
     return {"kind": kind, "text": kind, "at": at, "incarnation": incarnation, **fields}
 
 
+PARTS = {"detect": 0.0, "kill": 0.2, "decide": 0.3, "rebuild": 2.0, "start": 7.0, "iterate": 1.5}
 STRIKE = DemoStrike(DemoFault(DemoVictim.NODE, 5, 0.5, (2,)), "node2", 1, 7, 100.0, 1100.0)
 EVENTS = [
     seen("committed", 99.0, 1, iteration=4, level="protected"),
@@ -273,6 +274,7 @@ EVENTS = [
     seen("restoring", 101.0, 2, iteration=4, source="parity", lost=["shard2"]),
     seen("trainers_started", 103.0, 2),
     seen("training", 110.0, 2),
+    seen("recovered", 112.0, 2, total=11.0, starts={"in process": [0, 1, 3], "warm": [2]}, **PARTS),
 ]
 
 
@@ -287,15 +289,14 @@ def test_an_outcome_adds_up() -> None:
     slower = [line(i, incarnation=2, end=1106.5 + i) for i in range(5, 9)]
     found = recovered({0: lost + again, 1: lost + slower})[0]
     assert (found.source, found.restored_iteration, found.iterations_lost) == ("parity", 4, 2)
-    assert found.parts == {"decide": 0.5, "rebuild": 2.0, "start": 7.0, "iterate": 1.5}
+    assert found.parts == PARTS and found.starts["warm"] == [2]
     assert found.seconds_to_first_iteration == found.detect + sum(found.parts.values()) == 11.5
 
 
-def test_without_a_rebuild_the_parts_add_up_as_well() -> None:
-    own = seen("restoring", 101.0, 2, iteration=4, source="own memory", lost=[])
+def test_a_recovery_that_the_next_fault_cut_short_has_no_parts() -> None:
     traces = {0: [line(6, incarnation=1), line(5, incarnation=2, end=1111.0)]}
-    found = recovered(traces, [*EVENTS[:2], own, *EVENTS[3:]])[0]
-    assert found.parts == {"decide": 2.5, "start": 7.0, "iterate": 1.0}
+    found = recovered(traces, EVENTS[:-1])[0]
+    assert found.parts == found.starts == {} and found.seconds_to_first_iteration == 11.0
 
 
 def test_a_fault_that_ended_the_job_was_noticed_but_not_restored() -> None:
@@ -326,7 +327,8 @@ def test_a_good_end_says_identical(capsys: pytest.CaptureFixture[str]) -> None:
     made = a_report(comparison=good, exit_code=0)
     text = shown(made, capsys)
     assert "IDENTICAL" in text
-    assert re.search(r"^node2 +7 at 50% +0.50 s +parity +4 +2 +", text, re.M), text
+    row = r"^node2 +7 at 50% +0.50 s +parity +4 +2 +3 in process, 1 warm +11.0 s$"
+    assert re.search(row, text, re.M), text
     assert json.loads(json.dumps(made.as_json()))["identical"] is True
 
 
@@ -372,6 +374,10 @@ def test_a_node_is_lost_and_the_end_is_identical(tmp_path: Path) -> None:
     assert made["identical"], made["comparison"]["differences"]
     assert code == 0
     assert [event["source"] for event in made["events"]] == ["parity"]
+    (event,) = made["events"]
+    assert sorted(rank for ranks in event["starts"].values() for rank in ranks) == [0, 1]
+    sum_of_parts = event["detect"] + sum(event["parts"].values())
+    assert sum_of_parts == pytest.approx(event["seconds_to_first_iteration"], abs=0.3)
     assert made["comparison"]["losses"] == 2 * 20
     assert not demo.folders.state.exists()
     # The comparison of these very files can fail.

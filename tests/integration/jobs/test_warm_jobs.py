@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_ft.cli import status
 from megatron_ft.core import procfs
 from tests.support.fates import in_incarnation
 from tests.support.jobs import Job, Result, difference, oracle
@@ -49,6 +51,7 @@ def test_a_job_loses_trainers_a_host_and_a_node_and_nothing_changes(
     job = Job(tmp_path, nodes=2, spares=1, own_hosts=True)
     made.append(job)
     hosts: list[int] = []
+    shown: list[tuple[str, dict[str, Any]]] = []
 
     def kill_a_trainer(job: Job) -> None:
         hosts.extend(host_of(job, node) for node in ("n0", "n1"))
@@ -65,6 +68,7 @@ def test_a_job_loses_trainers_a_host_and_a_node_and_nothing_changes(
 
     def look_at_the_spare(job: Job) -> None:
         hosts.append(host_of(job, "n2"))
+        shown.extend(status.collect(job.cluster.root, job.name).items())
 
     job.run(
         (6, kill_a_trainer),
@@ -75,6 +79,11 @@ def test_a_job_loses_trainers_a_host_and_a_node_and_nothing_changes(
     assert not difference(job.result(), two), job.story()
     assert [source for _, source in job.restores()] == ["own memory"] * 2 + ["parity"], job.story()
     assert len(hosts) == 3 and "cold_start" not in job.kinds()
+    recoveries = [event for event in job.events if event.kind == "recovered"]
+    assert [event.fields["starts"] for event in recoveries] == [{"warm": [0, 1]}] * 3, job.story()
+    ((name, seen),) = shown
+    (line,) = (x for x in status.render(name, seen).splitlines() if x.startswith("last restart"))
+    assert line.endswith("restart of ranks: 0-1 warm")
 
 
 def test_a_command_that_cannot_be_forked_starts_cold_and_says_so_once(

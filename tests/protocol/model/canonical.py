@@ -30,14 +30,15 @@ KNOWN = {
     "ShardSlots": "shard_id slots changes pins promise",
     "SnapshotCycle": "incarnation places nodes stripes schedule _orders phase snapshot iteration "
     "level _waiting _writing _encoders _world _broken _corrupt _last "
-    "_sequence _again _passed_since _stuck",
+    "_sequence _again _passed_since _stuck stay",
     "Schedule": "interval fixed first lead _before _spent _reached _refused _commits_in_a_row",
 }
 """What is described below, or decides nothing within the bounds of an exploration.
 
 _before, _spent and _reached count only where the interval is not fixed, and in the model it is;
 _passed_since and _stuck change only by the clock, which the model replaces by a step;
-_writing says when it is worth while to ask for a permit, and the model asks at any time.
+_writing says when it is worth while to ask for a permit, and the model asks at any time;
+stay holds trainers only, and a trainer of the model may take no step at any time.
 """
 
 
@@ -236,7 +237,7 @@ class _Describer:
         run = None if p.run is None else (p.run.snapshot, p.run.slot)
         age = self.world.newest_incarnation - p.incarnation
         ahead = self._ahead(p.iteration)
-        begun = p.copied, p.given
+        begun = p.copied, p.given, p.released
         return self._shard(node, p.shard), age, ahead, arena, p.last_permit, run, *begun
 
     def _encoder(self, node: Node, p: Encoder) -> View:
@@ -326,6 +327,7 @@ class _Describer:
             self.worlds.get(get("who") or "", 0),
             self._lost(node, get("stripes") or ()),
             get("left"),
+            isinstance(message, m.Admit) and message.keep != (),
         )
 
     def _lost(self, node: Node, stripes: Iterable[m.StripeOrder]) -> View:
@@ -408,6 +410,7 @@ class _Describer:
                 world.over,
                 world.newest,
                 world.disk_away,
+                world.knows_trainers,
             ),
             (world.drains_begun, world.readers_seen),
             tuple((one.snapshot, one.lineage) for one in world.disk),

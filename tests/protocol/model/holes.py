@@ -127,15 +127,20 @@ def no_lineage(patch: pytest.MonkeyPatch) -> None:
 def no_fence(patch: pytest.MonkeyPatch) -> None:
     """A new incarnation is let in while writers of the old one are alive."""
 
-    def fence(self: World, node: Node) -> None:
+    def fence(self: World, node: Node, ranks: tuple[int, ...]) -> None:
         for process in list(node.writers):
             if process.suspended:
                 node.writers.remove(process)
                 self._leave(node, process)
-        keep(self, node)
+        keep(self, node, ranks)
 
     keep = World.fence
     patch.setattr(World, "fence", fence)
+
+
+def word_is_enough(patch: pytest.MonkeyPatch) -> None:
+    """A trainer that answers LetGo is believed, without a look at its mappings."""
+    patch.setattr(World, "proven", lambda self, trainer: True)
 
 
 def no_wait_for_writers(patch: pytest.MonkeyPatch) -> None:

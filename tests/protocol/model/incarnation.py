@@ -116,7 +116,7 @@ class Incarnation:
         nodes = [node.name for node in world.nodes.values() if world.may_ask(node)]
         for name in nodes:
             world.start_smp(name)
-        request = m.Admit(self.incarnation, 1.0)
+        request = m.Admit(self.incarnation, 1.0, world.kept_ranks())
         self._ask(world, [(name, request) for name in nodes], "decide")
 
     def _decide(self, world: World) -> None:

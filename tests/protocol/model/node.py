@@ -162,8 +162,10 @@ class SmpSteps:
             self.obey_lease(node)
 
     def obey_lease(self, node: Node) -> None:
-        for process in list(node.writers):
-            self.kill(process)
+        for process in self._on(node.name):
+            waits = isinstance(process, Trainer) and process.released
+            if process in node.writers or waits:
+                self.kill(process)
 
     def _do_enforce(self, name: str) -> None:
         """An SMP that was suspended finds that its lease has run out."""
@@ -387,7 +389,7 @@ class SmpSteps:
         if request.incarnation <= node.machine.highest_incarnation:
             return m.Refused("StaleIncarnationError", "")
         node.highest = request.incarnation
-        self.fence(node)
+        self.fence(node, request.keep)
         node.restore = None
         node.expired = node.late = False
         node.machine.admit(request.incarnation)
@@ -410,12 +412,29 @@ class SmpSteps:
             else:
                 del node.requests[incarnation]
 
-    def fence(self, node: Node) -> None:
-        """Rule 7: every registered writer is dead before the new incarnation is let in."""
-        for process in list(node.writers):
-            self.kill(process)
+    def fence(self, node: Node, keep: tuple[int, ...]) -> None:
+        """Rule 7: no registered writer can write any more when the new incarnation is let in."""
+        for process in self._on(node.name):
+            survives = isinstance(process, Trainer) and self._survives(process, keep)
+            if process in node.writers and survives:
+                node.writers.remove(process)
+                self._leave(node, process)
+                process.released, process.joined, process.iteration = True, False, 0
+            elif process in node.writers or (
+                isinstance(process, Trainer) and process.released and not survives
+            ):
+                self.kill(process)
         while node.deaths:
             self._leave(node, node.deaths.pop(0))
+
+    def _survives(self, trainer: Trainer, keep: tuple[int, ...]) -> bool:
+        """smp/survivors.py: it is to be kept, answers, and the proof holds."""
+        rank = list(self.places()).index(trainer.shard)
+        return rank in keep and trainer.let_go() and self.proven(trainer)
+
+    def proven(self, trainer: Trainer) -> bool:
+        """Whether the SMP finds no arena among the mappings of a trainer that has answered."""
+        return trainer.arena is None
 
     def _create(self, node: Node, request: m.CreateArena) -> None:
         if request.shard_id in node.arenas:

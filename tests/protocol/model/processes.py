@@ -40,7 +40,10 @@ class Process:
 
 @dataclass
 class Trainer(Process):
-    """trainer/manager.py and its copy thread, reduced to what touches shared memory."""
+    """trainer/manager.py and its copy thread, reduced to what touches shared memory.
+
+    A ``released`` one is no writer any more and waits to train again (trainer/resilient.py).
+    """
 
     shard: str = ""
     incarnation: int = 0
@@ -50,9 +53,24 @@ class Trainer(Process):
     run: Permit | None = None
     copied: int = 0
     given: bool = False
+    released: bool = False
 
     def key(self) -> tuple[str, str]:
         return "trainer", self.shard
+
+    def let_go(self) -> bool:
+        """Asked to end its training; whether it answers.
+
+        The copy thread of one that is suspended while it writes does not end, and keeps the arena.
+        """
+        if not self.suspended:
+            self.run, self.arena = None, None
+        return not self.suspended or self.writing()
+
+    def reenter(self, incarnation: int) -> None:
+        """Train again, in the same process."""
+        self.incarnation, self.iteration, self.last_permit = incarnation, 0, None
+        self.released = False
 
     def writing(self) -> bool:
         return self.run is not None

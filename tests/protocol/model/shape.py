@@ -19,6 +19,8 @@ class Shape:
     two halves, and an SMP carries out all effects of one message before it takes the next.
     With ``resets`` connections are made anew: each request of a snapshot comes once more, at any
     time or never, as does its answer, and what a node has told may be lost.
+    With ``survivors`` trainers that live let go of their arenas and train on in the next
+    incarnation.
     """
 
     codec: str
@@ -32,6 +34,7 @@ class Shape:
     damage: bool = False
     coarse: bool = False
     resets: bool = False
+    survivors: bool = False
 
     @property
     def halves(self) -> int:

@@ -36,6 +36,7 @@ class World(SmpSteps, DiskSteps):
         self.active = list(names)
         self.newest_incarnation = 0
         self.known_bad: set[tuple[str, SnapshotId]] = set()
+        self.knows_trainers = False
         self.processes: dict[int, Process] = {}
         self.pids = 0
         self.worlds: dict[str, MpiWorld] = {}
@@ -266,6 +267,7 @@ class World(SmpSteps, DiskSteps):
     def _do_restart(self) -> None:
         """The supervisor dies, and with it what it knew; another one is started."""
         self.known_bad.clear()
+        self.knows_trainers = False
         self._do_start_incarnation()
 
     def _do_timeout(self) -> None:
@@ -439,11 +441,24 @@ class World(SmpSteps, DiskSteps):
         for rank, (shard, name) in enumerate(self.places().items()):
             if not self.nodes[name].alive:
                 raise IncarnationFailed
-            trainer = Trainer(self._pid(), name, shard=shard, incarnation=incarnation.incarnation)
+            trainer = self._survivor(shard, name) or Trainer(self._pid(), name, shard=shard)
+            trainer.reenter(incarnation.incarnation)
             hello = m.Hello(trainer.pid, rank, 0, 0, shard, (), incarnation.incarnation)
             trainer.outbox.append(hello)
             self.processes[trainer.pid] = trainer
             self._register_at_once(trainer)
+        self.knows_trainers = True
+
+    def kept_ranks(self) -> tuple[int, ...]:
+        """Ranks whose process the supervisor knows: one that was restarted knows none."""
+        known = self.shape.survivors and self.knows_trainers
+        return tuple(range(len(self.places()))) if known else ()
+
+    def _survivor(self, shard: str, name: str) -> Trainer | None:
+        for p in self._on(name):
+            if isinstance(p, Trainer) and p.released and p.shard == shard:
+                return p
+        return None
 
     def _register_at_once(self, process: Process) -> None:
         """In a coarse job a process is known to its SMP from its start."""
@@ -453,7 +468,8 @@ class World(SmpSteps, DiskSteps):
     def _check_alone(self, incarnation: Incarnation) -> None:
         """No older incarnation trains on, as long as there is an SMP that can end it."""
         for p in self.processes.values():
-            if isinstance(p, Trainer) and p.alive and p.joined and p.arena is not None:
+            known = isinstance(p, Trainer) and (p.joined or p.released)
+            if known and p.alive and p.arena is not None:
                 node = self.nodes[p.node]
                 if p.incarnation < incarnation.incarnation and node.working and not node.late:
                     raise Violation(

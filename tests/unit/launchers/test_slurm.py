@@ -19,6 +19,7 @@ from megatron_ft.launchers.mpirun import MpiKind, MpiLauncher, world_environment
 from megatron_ft.launchers.slurm import allocation, launcher
 from megatron_ft.launchers.slurm.allocation import (
     Allocation,
+    draining_nodes,
     host_command,
     job_reference,
     node_addresses,
@@ -64,6 +65,23 @@ def test_addresses_are_read_from_what_scontrol_prints() -> None:
         "NodeName=n1 Arch=x86_64 CoresPerSocket=1 NodeAddr=host1 NodeHostName=vm State=IDLE\n"
     )
     assert node_addresses(text) == {"n0": "10.0.0.1", "n1": "host1"}
+
+
+def test_nodes_that_drain_have_the_reason_of_their_administrator() -> None:
+    lines = [
+        "NodeName=n0 Arch=x86_64 NodeAddr=a State=MIXED ThreadsPerCore=1",
+        "NodeName=n1 Arch=x86_64 State=ALLOCATED+DRAIN TmpDisk=0 Reason=bad fan, see log"
+        " [root@2026-11-25T10:00:00] Comment=x",
+        "NodeName=n2 State=DOWN+NOT_RESPONDING Reason=Not responding [slurm@2026-11-25T10:00:00]",
+        "NodeName=n3 State=MIXED+DRAIN+RESERVED",
+        "NodeName=n4 State=ALLOCATED+FAIL Reason=soon [root@now]",
+        "nothing of the kind",
+    ]
+    assert draining_nodes("\n".join(lines)) == {
+        "n1": "bad fan, see log [root@2026-11-25T10:00:00]",
+        "n3": "",
+        "n4": "soon [root@now]",
+    }
 
 
 def test_a_step_takes_no_options_from_the_job_around_it() -> None:

@@ -35,7 +35,7 @@ from megatron_ft.rpc.local_query import ask
 from megatron_ft.rpc.sockets import JobKeys, Peer, Server
 from megatron_ft.smp import local_server
 from megatron_ft.smp.local_server import LocalServer
-from megatron_ft.smp.service import SmpService
+from megatron_ft.smp.service import SIGTERM_REASON, SmpService
 from megatron_ft.supervisor.connections import SmpLink
 from tests.support.smp_node import SECRET, SmpNode, capture, create, run, say, snapshot
 
@@ -646,6 +646,53 @@ def test_a_rewind_that_one_coordinator_did_not_live_to_carry_out_reaches_the_nex
         await second.demand(m.Admit(3, 60.0), 30)
         assert (await second.demand(m.Lease(3, 60.0), 30)).rewind is None, "it is carried out"
         second.close()
+
+    run(story())
+
+
+def test_a_node_that_shall_leave_is_in_every_heartbeat_of_one_coordinator(node: SmpNode) -> None:
+    """By command or by SIGTERM, which ends no SMP; a later coordinator does not know of it."""
+
+    async def story() -> None:
+        first = await led(node, seconds=60.0)
+        asked = m.Evacuate("n7", "1")
+        assert ask(node.environment.socket, asked) == m.Ok()
+        await first.demand(m.Admit(2, 60.0), 30)
+        assert node.process is not None
+        node.process.send_signal(signal.SIGTERM)
+        while len(found := (await lease(first, 60.0, 2)).evacuations) < 2:
+            await asyncio.sleep(0.01)
+        assert found[0] == asked
+        assert (found[1].node, found[1].reason) == (node.environment.node, SIGTERM_REASON)
+        assert not (await lease(first, 0.0, 2)).evacuations[2:]
+        refused = ask(node.environment.socket, asked)
+        assert isinstance(refused, m.Refused) and "no supervisor leads" in refused.reason
+        first.close()
+        second = await led(node, incarnation=3)
+        assert not (await lease(second, 60.0, 3)).evacuations
+        second.close()
+
+    run(story())
+
+
+@pytest.mark.parametrize("stay", [0.0, 30.0])
+def test_only_a_boundary_that_trainers_must_not_leave_has_to_lie_ahead(
+    node: SmpNode, stay: float
+) -> None:
+    """Others could not pass the next iteration without the ranks that stay."""
+
+    async def story() -> None:
+        link = await led(node)
+        await link.demand(create(), 30)
+        with Arena.open(node.environment.node_dir / "dp0.arena") as arena:
+            arena.write_progress(2)
+            answer = await link.ask(m.Grant(1, snapshot(1), 2, stay=stay), 30)
+            permit = arena.permit()
+            assert permit is not None and permit.stay == stay
+        assert isinstance(answer, m.Refused) == bool(stay), answer
+        await link.demand(m.Abort(1, snapshot(1), "refused"), 30)
+        await link.demand(m.Grant(1, snapshot(2), 3, stay=stay), 30)
+        link.close()
 
     run(story())
 

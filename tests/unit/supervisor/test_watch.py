@@ -269,7 +269,7 @@ def test_a_pulse_is_read_as_it_was_stored_or_not_at_all(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     path = pulse_path(tmp_path, 5)
     assert read_pulse(path) is None
-    file, pulse = PulseFile(path), Pulse(rank=3, iteration=7, own=0.5, started=1.5)
+    file, pulse = PulseFile(path), Pulse(rank=3, iteration=7, own=0.5, first=1.5)
     assert read_pulse(path) is None
     file.store(pulse)
     file.beat(12.5)
@@ -292,7 +292,7 @@ def test_a_trainer_beats_writes_its_stacks_and_ends(environment: ProcessEnvironm
     pulse = read_pulse(path)
     assert pulse is not None and pulse.dumps and pulse.phase == TrainerPhase.TRAINING
     assert (pulse.rank, pulse.iteration, pulse.marks) == (2, 1, 3)
-    assert 0 < pulse.started < pulse.marked <= time.monotonic()
+    assert 0 < pulse.first == pulse.marked <= time.monotonic()
     deadline = time.monotonic() + 10
     while not read_pulse(path).beat:  # type: ignore[union-attr]
         assert time.monotonic() < deadline, "the thread has not run"
@@ -300,6 +300,9 @@ def test_a_trainer_beats_writes_its_stacks_and_ends(environment: ProcessEnvironm
     os.kill(os.getpid(), signal.SIGRTMIN + 9)
     text = (environment.node_dir / f"stacks-{os.getpid()}").read_text()
     assert any("writes_its_stacks" in frame.function for frame in main_thread(text))
+    watch.iteration_ended(2)
+    later = read_pulse(path)
+    assert later is not None and later.first == pulse.first < later.marked
     watch.close()
     assert read_pulse(path).phase == TrainerPhase.ENDED  # type: ignore[union-attr]
     os.kill(os.getpid(), signal.SIGRTMIN + 9)  # ends nobody

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -124,6 +125,46 @@ def test_an_outcome_that_comes_before_save_returns_is_not_lost(
     smp.grant(1)
     ticket = manager.save(1, state)
     assert ticket.committed.result(timeout=0) and not manager._capture.under_way
+    manager.close()
+
+
+@pytest.mark.parametrize("end", ["committed", "aborted", "revoked", "replaced"])
+def test_a_rank_stays_at_its_boundary_until_the_snapshot_comes_to_nothing(
+    smp: FakeSmp, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """One that is committed without parity has come to nothing; then training continues."""
+    sealed = smp.sealed
+
+    def settle(snapshot: SnapshotId, record: SealedRecord) -> None:
+        sealed(snapshot, record)
+        assert smp.on_outcome is not None
+        if end == "revoked":
+            smp.revoke()
+        elif end == "replaced":
+            smp.grant(9)
+        else:
+            smp.on_outcome(snapshot, end)
+
+    monkeypatch.setattr(smp, "sealed", settle)
+    manager, state = make_manager(smp), new_state()
+    manager.prepare(state)
+    smp.grant(1, stay=600.0)
+    ticket = manager.save(1, state)
+    assert smp.sealed_records and not ticket.skipped
+    manager.close()
+
+
+def test_a_rank_stays_while_the_job_may_end_it_and_no_longer_than_it_must(smp: FakeSmp) -> None:
+    stay = 0.3
+    manager, state = make_manager(smp), new_state()
+    manager.prepare(state)
+    with manager.fence():
+        pass
+    snapshot = smp.grant(1, stay=stay)
+    started = time.monotonic()
+    manager.save(1, state)
+    assert time.monotonic() - started >= stay
+    assert snapshot in smp.sealed_records
     manager.close()
 
 

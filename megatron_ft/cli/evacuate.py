@@ -1,0 +1,102 @@
+"""Move the ranks of a node to a spare, so that the node can be taken away; no iteration is lost.
+
+  megatron-ft evacuate NODE --job NAME
+
+The next iteration boundary is captured, and training stands until a spare has the node's place.
+Afterwards the node is no spare, until `megatron-ft evacuate NODE --undo`.  Run it on any node of
+the job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.cli import common
+from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.local_query import ask, sockets
+from megatron_ft.supervisor.job_state import JobHeldError, JobState, read_record, state_folder
+
+EXIT_REFUSED = 1
+EXIT_CODES: Mapping[int, str] = {
+    EXIT_REFUSED: "the node was not evacuated; the message says why, and training continues"
+}
+LOOK_SECONDS = 0.1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``megatron-ft evacuate``."""
+    parser.add_argument("node", metavar="NODE", help="its name, as `megatron-ft status` shows it")
+    parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
+    parser.add_argument(
+        "--undo", action="store_true", help="let a node that was evacuated be a spare again"
+    )
+    parser.add_argument(
+        "--wait-seconds",
+        type=float,
+        default=600.0,
+        help="how long to wait for the end of the move (default: %(default)g)",
+    )
+    common.add_folders(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Ask an SMP of the job, whose supervisor hears of it, and wait for what becomes of it."""
+    if arguments.undo and _noted(arguments):
+        print(f"{arguments.node} may train when the job is run again")
+        return 0
+    request = m.Evacuate(arguments.node, uuid.uuid4().hex, undo=arguments.undo)
+    path = _asked(list(sockets(common.root_of(arguments), arguments.job)), request, arguments.job)
+    deadline = time.monotonic() + arguments.wait_seconds
+    while time.monotonic() < deadline:
+        found = _move(path, request)
+        if found.get("state") in ("moved", "undone", "refused"):
+            print(found["text"])
+            return EXIT_REFUSED if found["state"] == "refused" else 0
+        time.sleep(LOOK_SECONDS)
+    raise ControlPlaneError(
+        f"no end of the move within {arguments.wait_seconds:g} s; `megatron-ft status` shows it"
+    )
+
+
+def _asked(paths: list[Path], request: m.Evacuate, job: str) -> Path:
+    """The socket of the first SMP that took the request; ControlPlaneError if none did."""
+    reasons = []
+    for path in paths:
+        try:
+            answer = ask(path, request)
+        except (ControlPlaneError, UntrustedFileError) as error:
+            reasons.append(f"{path.parent.name}: {error}")
+            continue
+        if not isinstance(answer, m.Refused):
+            return path
+        reasons.append(f"{path.parent.name}: {answer.reason}")
+    raise ControlPlaneError("; ".join(reasons) or f"no SMP of job {job!r} runs here")
+
+
+def _noted(arguments: argparse.Namespace) -> bool:
+    """Undo it in the notes of a job that has stopped; False if it runs, or has no notes."""
+    folder = state_folder(arguments.job, arguments.state_dir)
+    if read_record(folder, arguments.job) is None:
+        return False
+    try:
+        with JobState(folder, arguments.job) as state:
+            left = [node for node in state.record.evacuated if node != arguments.node]
+            state.update(evacuated=tuple(left))
+    except JobHeldError:
+        return False
+    return True
+
+
+def _move(path: Path, request: m.Evacuate) -> dict[str, Any]:
+    """What the job's summary says of this very request; {} if nothing yet."""
+    summary = ask(path, m.StatusRequest()).summary
+    moves = json.loads(summary).get("moves", {}) if summary else {}
+    found: dict[str, Any] = moves.get(request.node, {})
+    return found if found.get("number") == request.number else {}

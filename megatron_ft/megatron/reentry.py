@@ -1,0 +1,73 @@
+"""Enters Megatron's ``pretrain`` again in a process that has trained before.
+
+Megatron 0.19 parses its arguments before ``pretrain``, older releases in it.  Training changes
+them, and puts its optimizer and model into the configuration that ``pretrain`` gets.  So each
+entry has copies of both, and what the caller holds stays as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron_ft.core.frameworks import Function, wrap
+from megatron_ft.trainer.package_state import PackageState
+from megatron_ft.trainer.teardown import on_teardown
+
+log = logging.getLogger(__name__)
+
+RunResilient = Callable[[Callable[[], Any]], Any]
+
+
+def install(run_resilient: RunResilient) -> None:
+    """Have ``run_resilient`` call ``pretrain``, also in scripts that import it by name later."""
+    from megatron.training import training
+
+    wrap(training, "pretrain", partial(_resilient, run_resilient))
+    # The package has it by name too, and may be in the midst of its own import.
+    sys.modules[training.__package__].pretrain = training.pretrain  # type: ignore[attr-defined]
+
+
+def _resilient(run_resilient: RunResilient, original: Function) -> Function:
+    def pretrain(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import global_vars
+
+        given = (global_vars._GLOBAL_ARGS, args, kwargs)
+        try:
+            given = copy.deepcopy(given)
+        except Exception as error:  # a store, a process group: made outside, once
+            log.warning("training cannot restart in process, but in a new one: %r", error)
+            return original(*args, **kwargs)
+        remove = on_teardown(partial(_reset, PackageState("megatron")))
+        entered = False
+
+        def enter() -> Any:
+            nonlocal entered
+            options, copied, keywords = copy.deepcopy(given)
+            if entered and options is not None:
+                global_vars.set_global_variables(options)
+            entered = True
+            return original(*copied, **keywords)
+
+        try:
+            return run_resilient(enter)
+        finally:
+            remove()
+
+    return pretrain
+
+
+def _reset(before: PackageState) -> None:
+    """Leave Megatron's modules as they were ``before``, but without arguments."""
+    from megatron.training import global_vars, training
+
+    if writer := global_vars._GLOBAL_TENSORBOARD_WRITER:
+        writer.close()
+    training.destroy_global_state()
+    before.restore()
+    # Their values of the first entry, where arguments were parsed before it.
+    training.destroy_global_state()

@@ -1,0 +1,235 @@
+"""Evacuation of nodes: their ranks move to a spare, and no iteration is lost.
+
+A user asks for it, an SMP that got SIGTERM, or a scheduler that drains a node.  The next iteration
+boundary is captured, and trainers stay there until the snapshot is committed with parity.  Then
+this incarnation ends, and the next one begins with the spare in the node's place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+
+from megatron_ft.core.identity import SnapshotId
+from megatron_ft.launchers.launcher import Launcher
+from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.cycle import SnapshotEnded
+from megatron_ft.supervisor.failures import Failure
+from megatron_ft.supervisor.membership import Membership
+from megatron_ft.supervisor.recovery import RestorePlan
+
+STAY_SECONDS = 30.0
+"""Longest time that trainers stay at the captured boundary; then they train on."""
+
+AHEAD_SECONDS = 0.25
+"""The boundary lies so far ahead that no rank passes it before it knows; doubled at each try."""
+
+TRIES = 3
+PATIENCE_SECONDS = 600.0
+"""Longest wait for a snapshot: encoders may be away, or readers hold all slots."""
+
+SETTLE_SECONDS = 1.0
+"""Wait for more notices: a signal to the whole job reaches one node after the other."""
+
+POLL_SECONDS = 5.0
+"""Interval of looks at what the scheduler says of the nodes."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """State of a job when an evacuation is asked for.
+
+    ``spares`` are the nodes that could take over, ``wanted`` those that shall leave, which no
+    ranks move to.
+    """
+
+    active: Collection[str]
+    others: Collection[str]
+    spares: Collection[str]
+    wanted: Collection[str]
+    redundant: bool
+    paused: bool
+    stopping: bool
+
+    def against(self, node: str) -> str:
+        """Reason why ``node`` cannot be evacuated now, or "".  Pure."""
+        if node not in self.active and node not in self.others:
+            return f"this job has no such node; it has {', '.join(sorted(self.active))}"
+        if self.stopping:
+            return "the job is being stopped"
+        if node not in self.active:
+            return ""
+        if not self.redundant:
+            return "--protect none leaves no copy from which another node could have its shards"
+        if self.paused:
+            return "snapshots are paused; `megatron-ft resume` first"
+        free = set(self.spares) - set(self.wanted)
+        if free:
+            return ""
+        also = ", ".join(sorted(set(self.spares) & set(self.wanted)))
+        return "no spare is left" + (f": {also} shall leave, too" if also else "")
+
+
+def boundaries_ahead(seconds: float, iteration_seconds: float) -> int:
+    """How many iterations ``seconds`` are; 0 while nobody knows how long one takes.  Pure."""
+    return math.ceil(seconds / max(iteration_seconds, 1e-6)) if iteration_seconds > 0 else 0
+
+
+def loss_of_move(ended: SnapshotEnded, reached: int, survives: SnapshotId | None) -> str:
+    """What would be lost if a node's ranks moved now, or "" if nothing would be.  Pure.
+
+    ``reached`` is the last iteration that any rank has finished, ``survives`` the newest snapshot
+    that survives the loss of a node.
+    """
+    if ended.level != "protected":
+        return ended.reason or f"the snapshot of iteration {ended.iteration} has no parity"
+    if reached > ended.iteration:
+        return f"trainers did not stay at iteration {ended.iteration} until it was committed"
+    if survives != ended.snapshot:
+        return f"iteration {ended.iteration} would not survive without the node"
+    return ""
+
+
+class Evacuations:
+    """The evacuations of one job over all its incarnations, one at a time.
+
+    With ``stopping`` none begins any more.  ``standing`` is how many seconds trainers had stayed
+    at their boundary when the last one ended an incarnation.
+    """
+
+    def __init__(
+        self, launcher: Launcher, coordinator: Coordinator, members: Membership, redundant: bool
+    ) -> None:
+        self.stopping, self.standing = False, 0.0
+        self._launcher, self._coordinator, self._members = launcher, coordinator, members
+        self._redundant = redundant
+        self._drained: set[str] = set()
+        self._moving: tuple[m.Evacuate, int] | None = None
+        """The request under way, and the node's position."""
+        for node in members.evacuated:
+            coordinator.moves[node] = {"state": "moved", "text": f"{node} is evacuated"}
+
+    async def until_due(self) -> Failure:
+        """Answer requests; returns when this incarnation must end so that a spare takes over."""
+        while True:
+            request = await self._next()
+            node, reason = request.node, self._standing().against(request.node)
+            if request.undo:
+                self._undo(request)
+                continue
+            moves = not reason and node in self._members.active
+            if moves:
+                self._note(request, "moving", f"{node} is being evacuated ({request.reason})")
+                reason = await self._capture(node)
+            if reason:
+                self._coordinator.permit_again()
+                self._refuse(request, reason)
+                continue
+            self._members.evacuate(node)
+            if moves:
+                self._moving = request, self._members.active.index(node)
+                return Failure(f"{node} is evacuated", asked=True)
+            self._note(request, "moved", f"{node} had no ranks; it is no spare any more")
+
+    def restored(self, plan: RestorePlan, reached: int) -> None:
+        """An incarnation is about to train: all that it needs is where its nodes are."""
+        if self._moving is None:
+            return
+        self._members.moved()
+        (request, position), self._moving = self._moving, None
+        node, spare = request.node, plan.active[min(position, len(plan.active) - 1)]
+        if node in plan.active:
+            self._refuse(request, "the spare was lost meanwhile")
+        else:
+            lost = max(0, reached - plan.decision.iteration)
+            text = f"{node} is evacuated: {spare} has its ranks, {lost} iterations are lost"
+            self._note(request, "moved", text)
+
+    async def _next(self) -> m.Evacuate:
+        """The oldest request; the scheduler is asked at times, as it tells nobody."""
+        coordinator = self._coordinator
+        while not coordinator.evacuations:
+            coordinator.evacuation_asked.clear()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(coordinator.evacuation_asked.wait(), POLL_SECONDS)
+            if not coordinator.evacuations:
+                await self._look()
+        request = next(iter(coordinator.evacuations.values()))
+        if request.reason != m.ON_REQUEST:
+            await asyncio.sleep(SETTLE_SECONDS)
+            await coordinator.refresh()
+        return request
+
+    async def _look(self) -> None:
+        leaving = await asyncio.to_thread(self._launcher.leaving)
+        if leaving is None:
+            return
+        for node in sorted(leaving.keys() - self._drained):
+            reason = f"the scheduler drains it: {leaving[node]}".strip(": ")
+            self._coordinator.ask_evacuation(m.Evacuate(node, uuid.uuid4().hex, reason[:256]))
+        self._drained = set(leaving)
+
+    def _standing(self) -> Standing:
+        requests = self._coordinator.evacuations.values()
+        return Standing(
+            active=self._members.active,
+            others=self._launcher.nodes(),
+            spares=self._members.free_spares(),
+            wanted=self._members.leaving | {r.node for r in requests if not r.undo},
+            redundant=self._redundant,
+            paused=self._coordinator.paused,
+            stopping=self.stopping,
+        )
+
+    async def _capture(self, node: str) -> str:
+        """Have a boundary committed at which trainers stay; the reason if that fails, or ""."""
+        coordinator, reason = self._coordinator, ""
+        for attempt in range(TRIES):
+            coordinator.permit_again()
+            usual = coordinator.watched.get("iteration_seconds", 0.0)
+            ahead = boundaries_ahead(AHEAD_SECONDS * 2**attempt, usual)
+            capture = coordinator.capture_and_stop(ahead, STAY_SECONDS)
+            try:
+                ended = await asyncio.wait_for(capture, PATIENCE_SECONDS)
+            except asyncio.TimeoutError:
+                return f"no snapshot could be taken in {PATIENCE_SECONDS:.0f} s"
+            await coordinator.refresh()
+            reached = max(coordinator.progress.values(), default=-1)
+            safe = coordinator.fallbacks().node_loss
+            reason = loss_of_move(ended, reached, None if safe is None else safe.snapshot)
+            if not reason:
+                self._note_standing()
+                return self._standing().against(node)
+        return reason
+
+    def _note_standing(self) -> None:
+        ranks, now = self._members.ranks, time.monotonic()
+        heard = self._coordinator.pulses.fresh(ranks, STAY_SECONDS)
+        self.standing = min((one.idle(now) for one in heard), default=0.0)
+
+    def _undo(self, request: m.Evacuate) -> None:
+        node = request.node
+        if node not in self._members.evacuated:
+            self._refuse(request, "it was not evacuated")
+            return
+        self._members.evacuate(node, undo=True)
+        self._note(request, "undone", f"{node} is a spare again")
+
+    def _refuse(self, request: m.Evacuate, reason: str) -> None:
+        self._note(request, "refused", f"{request.node} is not evacuated: {reason}")
+
+    def _note(self, request: m.Evacuate, state: str, text: str) -> None:
+        """Emit what became of a request, and have the command that made it know."""
+        coordinator = self._coordinator
+        if state != "moving":
+            coordinator.evacuations.pop(request.number, None)
+        coordinator.moves[request.node] = {"number": request.number, "state": state, "text": text}
+        kind = {"moving": "evacuating", "moved": "evacuated", "refused": "not_evacuated"}
+        end = "; training continues" if state == "refused" else ""
+        coordinator.observers.emit(kind.get(state, state), text + end, node=request.node)

@@ -1,0 +1,145 @@
+"""Removes what a training function leaves in its process, so that it can be entered again.
+
+Call ``tear_down`` in the main thread, after the ``except`` clause that caught the interruption: an
+exception that somebody holds keeps all frames of the training, and so its model, alive.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from threading import Thread
+from typing import Any
+
+import torch
+
+from megatron_ft.trainer.state import RngState
+
+LEAVE_SECONDS = 2.0
+"""Time for a process that the training function started, to end when asked to."""
+
+_callbacks: list[Callable[[], None]] = []
+
+
+def on_teardown(callback: Callable[[], None]) -> Callable[[], None]:
+    """Have ``callback`` called by each ``tear_down``; the function that takes it off again.
+
+    The last one that was added is called first, and each once.  It has to take it that training
+    ended at any point, or never began.
+    """
+    if callback not in _callbacks:
+        _callbacks.append(callback)
+
+    def remove() -> None:
+        if callback in _callbacks:
+            _callbacks.remove(callback)
+
+    return remove
+
+
+def _set_device(device: torch.device) -> None:
+    # None is what a process begins with; "cpu" would look at every tensor that is made.
+    torch.set_default_device(None if device == torch.device("cpu") else device)
+
+
+def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    return partial(getattr, owner, name), partial(setattr, owner, name)
+
+
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_default_device, _set_device),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_num_threads, torch.set_num_threads),
+    *(_attribute(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
+    # Each init_process_group puts another one around the one before.
+    _attribute(sys, "excepthook"),
+)
+"""How to get and set what is kept for the whole process or thread, and a training changes."""
+
+
+class ProcessState:
+    """What a new process begins with, as it is now: settings, random states, working directory.
+
+    A script that seeds nothing must begin with the same numbers as in a new process.
+    """
+
+    def __init__(self) -> None:
+        self._values = [get() for get, _ in _SETTINGS]
+        self._random, self._folder = RngState().state_dict(), os.getcwd()
+
+    def restore(self) -> None:
+        """Make it hold again."""
+        RngState().load_state_dict(self._random)
+        os.chdir(self._folder)
+        for (get, put), value in zip(_SETTINGS, self._values, strict=True):
+            if get() != value:
+                put(value)
+
+
+def tear_down(state: ProcessState) -> None:
+    """Close and reset everything that a training function made.
+
+    ``state`` is that from before its first call.  Raises whatever fails: the process is then
+    in no state to train, and has to end.
+    """
+    for callback in reversed(_callbacks):
+        callback()
+    groups = _leave_groups()
+    # Cycles hold models, optimizers and loaders; a loader's processes end with it.
+    gc.collect()
+    # Each takes 10 ms to go, and one that waits for a peer takes until its timeout.
+    Thread(target=groups.clear, name="megatron-ft-groups", daemon=True).start()
+    _end_workers()
+    state.restore()
+    cuda: Any = torch.cuda
+    if cuda.is_initialized():
+        cuda.empty_cache()
+
+
+def _leave_groups() -> list[Any]:
+    """Leave all process groups, also those that an interruption left half made.
+
+    New groups are named by a count, which has to begin anew: other ranks are new processes.
+    Returns those of gloo, which are still there.
+    """
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None or not torch.distributed.is_available():
+        return []
+    gloo = [group for group, (backend, _) in c10d._world.pg_map.items() if backend == "gloo"]
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    world = c10d._world
+    for name in _C10D_MAPS:
+        getattr(world, name).clear()
+    c10d._unregister_all_process_groups()
+    world.group_count = 0
+    randomness: Any = sys.modules.get("torch.distributed.tensor._random")
+    if randomness is not None:
+        randomness._rng_tracker = None
+    return gloo
+
+
+_C10D_MAPS = (
+    *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config"),
+    *("pg_to_tag", "tags_to_pg", "pg_coalesce_state"),
+)
+
+
+def _end_workers() -> None:
+    """End processes of multiprocessing that outlive the objects that stood for them."""
+    workers = multiprocessing.active_children()
+    for worker in workers:
+        worker.terminate()
+    for worker in workers:
+        worker.join(LEAVE_SECONDS)
+        if worker.exitcode is None:
+            worker.kill()
+            worker.join()

@@ -1,0 +1,72 @@
+"""Jobs whose surviving ranks restart in their process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.fates import in_incarnation
+from tests.support.jobs import HANGING, Job, Result, difference, oracle
+
+pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return oracle(tmp_path_factory.mktemp("oracle2"), 2)
+
+
+def test_survivors_keep_their_process(made: list[Job], tmp_path: Path, two: Result) -> None:
+    job = Job(tmp_path, nodes=2, spares=1)
+    made.append(job)
+    pids: list[list[int]] = []
+
+    def kill_a_trainer(job: Job) -> None:
+        pids.append(job.supervisor.trainers.pids())
+        os.kill(pids[0][1], signal.SIGKILL)
+
+    def lose_a_node(job: Job) -> None:
+        pids.append(job.supervisor.trainers.pids())
+        job.cluster.kill_node("n0")
+
+    def look(job: Job) -> None:
+        pids.append(job.supervisor.trainers.pids())
+
+    job.run(
+        (8, kill_a_trainer), (18, in_incarnation(2, lose_a_node)), (28, in_incarnation(3, look))
+    )
+    assert not difference(job.result(), two), job.story()
+    first, second, third = pids
+    assert first[0] == second[0] and first[1] != second[1], job.story()
+    assert second[1] == third[1] and second[0] != third[0], job.story()
+
+
+def test_a_survivor_that_is_stuck_and_a_rank_with_an_error_of_its_own(
+    made: list[Job], tmp_path: Path, two: Result
+) -> None:
+    hangs = {"MEGATRON_FT_TEST_HANGS": "1:c:12:0 2:error:24:1"}
+    job = Job(tmp_path, nodes=2, script=HANGING, environment=hangs)
+    made.append(job)
+    pids: list[list[int]] = []
+
+    def kill_a_trainer(job: Job) -> None:
+        pids.append(job.supervisor.trainers.pids())
+        stuck = Path(f"/proc/{pids[0][0]}/wchan")
+        deadline = time.monotonic() + 60.0
+        while "pipe_read" not in stuck.read_text():
+            assert time.monotonic() < deadline, "rank 0 does not hang in a read of a pipe"
+            time.sleep(0.01)
+        os.kill(pids[0][1], signal.SIGKILL)
+
+    def look(job: Job) -> None:
+        pids.append(job.supervisor.trainers.pids())
+
+    job.run((10, kill_a_trainer), (20, in_incarnation(2, look)), (30, in_incarnation(3, look)))
+    assert not difference(job.result(), two), job.story()
+    first, second, third = pids
+    assert not set(first) & set(second), "rank 0 held the interpreter and could not let go"
+    assert second[0] == third[0] and second[1] != third[1], job.story()

@@ -1,0 +1,79 @@
+"""What is decided when a node shall leave a job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ft.core.identity import SnapshotId
+from megatron_ft.supervisor.cycle import SnapshotEnded
+from megatron_ft.supervisor.evacuation import Standing, boundaries_ahead, loss_of_move
+from megatron_ft.supervisor.placement import nodes_to_replace
+
+NAMES = [f"n{i}" for i in range(8)]
+SOME = st.sets(st.sampled_from(NAMES))
+ACTIVE = st.lists(st.sampled_from(NAMES), min_size=1, unique=True)
+
+
+@given(ACTIVE, SOME, SOME, st.integers(0, 4))
+def test_lost_nodes_come_first_and_nobody_leaves_without_a_spare(
+    active: list[str], lost: set[str], leaving: set[str], spares: int
+) -> None:
+    found = nodes_to_replace(active, lost, leaving, spares)
+    gone = [node for node in active if node in lost]
+    assert found[: len(gone)] == gone
+    willing = found[len(gone) :]
+    assert set(willing) <= (leaving & set(active)) - lost
+    assert len(found) == len(set(found)) and (not willing or len(found) <= spares)
+    # As many leave as can.
+    stay = (leaving & set(active)) - set(found)
+    assert not stay or len(found) >= spares
+
+
+@given(ACTIVE, SOME, SOME, st.booleans(), st.booleans(), st.booleans(), st.sampled_from(NAMES))
+def test_a_node_with_ranks_leaves_only_for_a_spare_that_stays(
+    active: list[str],
+    spares: set[str],
+    wanted: set[str],
+    redundant: bool,
+    paused: bool,
+    stopping: bool,
+    node: str,
+) -> None:
+    standing = Standing(active, NAMES, spares - set(active), wanted, redundant, paused, stopping)
+    reason = standing.against(node)
+    if node in active and not reason:
+        assert redundant and not paused and not stopping
+        assert set(standing.spares) - wanted
+    if set(standing.spares) - wanted and redundant and not paused and not stopping:
+        assert not reason
+    assert "no such node" in standing.against("nobody")
+
+
+def test_a_reason_says_which_spare_shall_leave_too() -> None:
+    standing = Standing(["n0"], NAMES, ["n1"], ["n0", "n1"], True, False, False)
+    assert standing.against("n0") == "no spare is left: n1 shall leave, too"
+    assert standing.against("n1") == "", "it has no ranks"
+    assert replace(standing, spares=[]).against("n0") == "no spare is left"
+
+
+@given(st.floats(0.01, 2.0), st.floats(1e-6, 100) | st.just(0.0))
+def test_a_boundary_lies_at_least_so_far_ahead(seconds: float, iteration: float) -> None:
+    ahead = boundaries_ahead(seconds, iteration)
+    assert ahead * iteration >= seconds * 0.999 if iteration > 0 else ahead == 0
+    assert ahead == 0 or (ahead - 1) * iteration <= seconds
+
+
+IDS = st.builds(SnapshotId, st.integers(1, 3), st.integers(1, 3))
+LEVELS = st.sampled_from(["protected", "local", "aborted"])
+
+
+@given(IDS, st.integers(1, 5), LEVELS, st.integers(0, 7), IDS | st.none())
+def test_ranks_move_only_when_nothing_is_lost_by_it(
+    snapshot: SnapshotId, iteration: int, level: str, reached: int, survives: SnapshotId | None
+) -> None:
+    reason = loss_of_move(SnapshotEnded(snapshot, iteration, level), reached, survives)
+    nothing_lost = level == "protected" and reached <= iteration and survives == snapshot
+    assert (reason == "") == nothing_lost

@@ -1,0 +1,76 @@
+"""The loop of a trainer that restarts in process, where no job asks for it, and whom it blames."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from megatron_ft import run_resilient
+from megatron_ft.core.environment import JOB
+from megatron_ft.trainer.resilient import comes_from_others
+
+
+def chained(error: BaseException, cause: BaseException | None, *, known: bool) -> BaseException:
+    """``error``, raised from ``cause`` or while that was handled."""
+    if known:
+        error.__cause__ = cause
+    else:
+        error.__context__ = cause
+    return error
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer"
+PEER = RuntimeError(GLOO)
+
+
+@pytest.mark.parametrize(
+    ("error", "blames"),
+    [
+        (PEER, True),
+        (torch.distributed.DistBackendError("NCCL error in: ..."), True),
+        (torch.distributed.DistNetworkError("failed to recv, got 0 bytes"), True),
+        (ConnectionResetError(), True),
+        (chained(ValueError("no loss"), PEER, known=True), True),
+        (chained(KeyError("loss"), chained(OSError(), PEER, known=True), known=False), True),
+        (RuntimeError("CUDA out of memory"), False),
+        (ValueError(GLOO), False),
+        (AssertionError(), False),
+    ],
+    ids=repr,
+)
+def test_an_error_of_a_collective_may_be_the_fault_of_others(
+    error: BaseException, blames: bool
+) -> None:
+    assert comes_from_others(error) is blames
+
+
+def test_errors_that_lead_to_each_other_end_the_search() -> None:
+    one, other = ValueError(), KeyError()
+    one.__context__, other.__context__ = other, one
+    assert not comes_from_others(one)
+
+
+def test_without_a_job_the_function_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(JOB, raising=False)
+    calls: list[str] = []
+
+    def fail() -> None:
+        calls.append("fail")
+        raise RuntimeError(GLOO)
+
+    assert run_resilient(lambda: 7) == 7
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        run_resilient(fail)
+    assert calls == ["fail"]
+
+
+def test_another_thread_than_the_main_one_calls_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signals interrupt the main thread only."""
+    monkeypatch.setattr("megatron_ft.trainer.resilient._announce", lambda: pytest.fail("announced"))
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(run_resilient(lambda: 7)))
+    thread.start()
+    thread.join(10.0)
+    assert results == [7]
