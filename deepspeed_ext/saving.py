@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deepspeed_ext.checkpoint_engine import SnapshotCheckpointEngine
 from megatron_ft.checkpoint.native import step_of_tag
 from megatron_ft.trainer.start_choice import WISH, DiskStart
 
@@ -35,6 +34,8 @@ class Named(NamedTuple):
 
 def wrap_checkpoint_engine(engine: Any) -> None:
     """Put ours around the checkpoint engine that DeepSpeed chose; a second call changes nothing."""
+    from deepspeed_ext.checkpoint_engine import SnapshotCheckpointEngine  # it imports DeepSpeed
+
     inner = engine.checkpoint_engine
     if not isinstance(inner, SnapshotCheckpointEngine):
         engine.checkpoint_engine = SnapshotCheckpointEngine(inner)
@@ -58,6 +59,8 @@ class Checkpoints:
         Collective, as the original.  If a rank fails, every rank raises: that one its own error,
         the others CheckpointSaveError; ``latest`` then stays as it was.
         """
+        from deepspeed_ext.checkpoint_engine import SnapshotCheckpointEngine  # it imports DeepSpeed
+
         engine = self._engine
         if not isinstance(engine.checkpoint_engine, SnapshotCheckpointEngine):
             # The script has put another one there since.

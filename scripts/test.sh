@@ -32,7 +32,9 @@ slurm_prepare
 cd "$REPO"
 check lint ruff check .
 check format ruff format --check .
-check types mypy
+# Types are checked beside the tests, which leave a core idle now and then.
+"$VENV/bin/python" -m mypy >"$VENV/types.log" 2>&1 &
+types=$!
 # Tests of jobs wait for processes of theirs a fifth of the time: one worker more than cores.
 workers=$(($(nproc) + 1))
 for argument in "$@"; do
@@ -42,6 +44,9 @@ done
 side_by_side=(--numprocesses=$((workers < MOST_WORKERS ? workers : MOST_WORKERS)) --dist=loadfile
     --no-loadscope-reorder --session-timeout="$TEST_BUDGET_SECONDS" --durations=15)
 check tests pytest "${side_by_side[@]}" "$@"
+printf '\n== types: mypy\n'
+wait "$types" || failed+=(types)
+cat "$VENV/types.log"
 
 [ ${#failed[@]} -eq 0 ] || fail "failed: ${failed[*]} (after $SECONDS s)"
 printf '\nall checks passed in %d s\n' "$SECONDS"

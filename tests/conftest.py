@@ -27,7 +27,7 @@ REPOSITORY = Path(__file__).parents[1]
 SESSION_VARIABLE = "MEGATRON_FT_TEST_SESSION"
 SESSION = uuid.uuid4().hex
 SHARED: list[Any] = []
-"""Servers that processes are forked from: all files share them, and they end with the run."""
+"""Trainer hosts: all files share them, and they end with the run."""
 GRACE_SECONDS = 5.0
 LONG = {"deepspeed", "megatron", "mpi", "slow", "slurm"}
 """Markers of tests that start many processes, or run for ten seconds."""
@@ -192,16 +192,16 @@ def megatron_server() -> Iterator[Any]:
     from megatron_ft.cli.demo import demo_model
 
     environment = demo_model.ENVIRONMENT | {"PYTHONWARNINGS": "ignore"}
-    yield from _shared_server("tests.programs.megatron_program", environment)
+    yield from _shared_host("tests.programs.megatron_program", environment)
 
 
-def _shared_server(preload: str, environment: dict[str, str]) -> Iterator[Any]:
-    from tests.support.fork_server import ForkServer
+def _shared_host(*given: Any) -> Iterator[Any]:
+    from tests.support.warm_host import WarmHost
 
-    server = ForkServer(preload, environment)
-    SHARED.append(server)
-    yield server
-    server.close()
+    host = WarmHost(*given)
+    SHARED.append(host)
+    yield host
+    host.close()
 
 
 @pytest.fixture(scope="session")
@@ -232,24 +232,34 @@ def runs(megatron_server: Any, megatron_corpus: Path, tmp_path: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def warm_python() -> Iterator[Any]:
-    """A process that has imported torch; its compiler too, which DeepSpeed's ZeRO asks for."""
-    from tests.support.warm_python import TRAINING, WarmPython
-
-    server = WarmPython((*TRAINING, "torch._inductor.compile_fx"))
-    SHARED.append(server)
-    yield server
-    server.close()
+def warm_host() -> Iterator[Any]:
+    """The trainer host of all jobs of the examples."""
+    yield from _shared_host()
 
 
 @pytest.fixture(scope="module")
-def warm_trainers(warm_python: Any, no_process_left: None) -> Iterator[None]:
-    """Trainers of jobs in this file are forked from a process that has imported torch."""
-    from tests.support.jobs import WarmCluster
+def warm_trainers(warm_host: Any, no_process_left: None) -> Iterator[None]:
+    """Trainers of jobs in this file are forked from a host that they share."""
+    yield from _trainers_of(warm_host)
 
-    WarmCluster.warm = warm_python
-    yield
-    WarmCluster.warm = None
+
+@pytest.fixture(scope="module")
+def warm_megatron_trainers(megatron_server: Any, no_process_left: None) -> Iterator[None]:
+    """The same for Megatron."""
+    yield from _trainers_of(megatron_server)
+
+
+@pytest.fixture(scope="module")
+def warm_deepspeed_trainers(deepspeed_server: Any, no_process_left: None) -> Iterator[None]:
+    """The same for DeepSpeed."""
+    yield from _trainers_of(deepspeed_server)
+
+
+def _trainers_of(host: Any) -> Iterator[None]:
+    from tests.support.jobs import trainers_of
+
+    with trainers_of(host):
+        yield
 
 
 @pytest.fixture
@@ -268,7 +278,7 @@ def deepspeed_server() -> Iterator[Any]:
     """The process that DeepSpeed's ranks are forked from; tests that use it need DeepSpeed."""
     from tests.programs.deepspeed_program import ENVIRONMENT
 
-    yield from _shared_server("tests.programs.deepspeed_program", ENVIRONMENT)
+    yield from _shared_host("tests.programs.deepspeed_program", ENVIRONMENT)
 
 
 @pytest.fixture

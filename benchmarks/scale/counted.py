@@ -21,7 +21,7 @@ from megatron_ft.supervisor.connections import SmpLink
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.supervisor import Supervisor
 from tests.support.chaos_cluster import CLUSTER_CLASS
-from tests.support.warm_python import CHAOS, WarmPython
+from tests.support.warm_host import WarmHost
 
 LIMIT_SECONDS = 400.0
 SNAPSHOTS = 5
@@ -125,7 +125,7 @@ async def _committed(supervisor: Supervisor, run: asyncio.Task[Any]) -> list[Sna
 
 def count_all(sizes: tuple[int, ...], protect: str) -> list[Count]:
     """Jobs of these sizes, one after the other; their processes are forked from one server."""
-    warm = WarmPython(CHAOS)
+    warm = WarmHost()
     try:
         return [count(nodes, protect, warm.path) for nodes in sizes]
     finally:

@@ -92,7 +92,7 @@ class WorldStarter:
         self.no_mpi = str(error)
 
 
-class Ahead(NamedTuple):
+class WorldAhead(NamedTuple):
     """A world that was started ahead, for these nodes and this incarnation."""
 
     nodes: tuple[str, ...]
@@ -109,7 +109,7 @@ class EncoderWorld:
         self.starter = WorldStarter(launcher, spec.settings.transport)
         self._log, self._log_begin = spec.log_dir / "encoders.log", 0
         self._handle: ProcessHandle | None = None
-        self.ahead: Ahead | None = None
+        self.ahead: WorldAhead | None = None
         self.name = ""
 
     def start(self, nodes: Sequence[str], incarnation: int) -> str:
@@ -122,7 +122,7 @@ class EncoderWorld:
         """Start one for an incarnation to come, beside the present one; its name."""
         self.drop_ahead()
         name, handle = self._start(nodes, incarnation)
-        self.ahead = Ahead(tuple(nodes), incarnation, name, handle)
+        self.ahead = WorldAhead(tuple(nodes), incarnation, name, handle)
         return name
 
     def take_ahead(self, nodes: Sequence[str], incarnation: int) -> bool:

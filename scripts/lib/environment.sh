@@ -19,7 +19,11 @@ export DS_BUILD_OPS=0
 
 # A constraint, a target or a path from the user's shell would change what is installed or imported.
 unset PIP_CONSTRAINT PIP_TARGET PIP_PREFIX PYTHONPATH PYTHONHOME
+# Without bytecode on disk each of a job's many processes compiles the whole package.
+unset PYTHONDONTWRITEBYTECODE
 export PIP_USER=0 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_REQUIRE_VIRTUALENV=0
+# Python compiles what is imported, a part of what pip would compile here.
+export PIP_COMPILE=0
 
 # fail MESSAGE...: one line per argument to stderr, then exit 1.
 fail() {

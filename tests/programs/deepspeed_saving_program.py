@@ -16,7 +16,7 @@ import torch
 
 from tests.programs.deepspeed_program import make_engine, train_step
 from tests.support.deepspeed_cells import zero
-from tests.support.fork_server import ForkServer, Request
+from tests.support.warm_host import Request, WarmHost
 
 MASTERS = "masters.pt"
 """Weights in memory when the checkpoint "after" was saved."""
@@ -270,7 +270,7 @@ def node_local(folder: Path) -> dict[str, Any]:
 
 
 def notes_of(
-    server: ForkServer,
+    server: WarmHost,
     folder: Path,
     scenario: str,
     ranks: int,

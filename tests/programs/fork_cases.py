@@ -1,4 +1,4 @@
-"""What the ranks of test_fork_server do."""
+"""What the ranks of test_warm_host do."""
 
 from __future__ import annotations
 
@@ -30,10 +30,6 @@ def wait_for_ever_on_rank_1() -> None:
 
 def interrupt_the_test() -> None:
     if os.environ["RANK"] == "1":
+        print(os.getpid(), flush=True)
         os.kill(int(sys.argv[1]), signal.SIGUSR1)
         time.sleep(600)
-
-
-def end_the_server() -> None:
-    if os.environ["RANK"] == "1":
-        os.kill(os.getppid(), signal.SIGKILL)

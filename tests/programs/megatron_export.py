@@ -12,9 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from megatron_ft.checkpoint import native
 from megatron_ft.checkpoint.export import TensorRecipe, load_form
@@ -35,6 +32,11 @@ Box = tuple[slice, ...]
 def read_checkpoint(folder: Path) -> dict[str, Any]:
     """Everything that a torch_dist checkpoint holds, tensors whole."""
     content: dict[str, Any] = {}
+    # Tests import this module for its names, and these imports take seconds.
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
     _load_state_dict(
         content,
         storage_reader=FileSystemReader(folder),

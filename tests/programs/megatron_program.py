@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
 import importlib
 import inspect
@@ -38,13 +39,19 @@ def preload() -> None:
     megatron_host.install()
     for module in (
         "megatron.core.models.mimo",
-        "megatron.core.tokenizers.text",
+        "megatron.core.datasets.helpers",
+        "megatron.core.tokenizers.text.models.gpt_tokenizer",
         "megatron.training.training",
         "megatron.training.models",
         "megatron.training.yaml_arguments",
-        "megatron_ft.megatron",
+        "megatron_ft.megatron.hooks",
+        "megatron_ft.megatron.run",
+        "megatron_ft.megatron.own_checkpoints",
+        "megatron_ft.megatron.fewer_ranks",
         "megatron_ft.cli.demo.gpt_training",
         "megatron_ft.cli.demo.megatron_trace",
+        "megatron_ft.cli.demo.pretrain_gpt",
+        "torch.utils.serialization.config",
     ):
         importlib.import_module(module)
     _read_help_once()
@@ -55,6 +62,7 @@ def _read_help_once() -> None:
     from megatron.training.arguments import add_megatron_arguments
 
     inspect.getsource = functools.cache(inspect.getsource)
+    ast.parse = functools.cache(ast.parse)
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 

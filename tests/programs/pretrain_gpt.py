@@ -5,6 +5,7 @@ python -m tests.programs.pretrain_gpt <Megatron flags> [--trace-dir DIRECTORY]
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from megatron_ft.cli.demo import cpu_device, pretrain_gpt
@@ -59,6 +60,19 @@ def pretrain() -> None:
         model_type=ModelType.encoder_or_decoder,
         forward_step_func=gpt_training.forward_step,
     )
+
+
+def preload() -> None:
+    """Import everything that ranks need, in the process that they are forked from."""
+    megatron_host.install()
+    for module in (
+        "megatron.training.training",
+        "megatron_ft.megatron.hooks",
+        "megatron_ft.megatron.run",
+        "megatron_ft.cli.demo.gpt_training",
+        "megatron_ft.cli.demo.megatron_trace",
+    ):
+        import_module(module)
 
 
 def main() -> None:

@@ -1,41 +1,35 @@
-"""Stands for a trainer that agents start: the fork server starts it, in the network of this one.
+"""Stands for a trainer that agents start: the tests' host forks it, in the network of this one.
 
-``python tests/programs/warm_trainer.py SERVER SCRIPT ...`` under
-``--trainer-per-node``, as a torchrun of one rank: the mark by which all that torchrun started is
-found ends both together.  It begins once the node's encoder is there, as imports give that the time
-elsewhere.
+``python tests/programs/warm_trainer.py HOST SCRIPT ...`` under ``--trainer-per-node``, as a
+torchrun of one rank: the mark by which all that torchrun started is found ends both together.  It
+begins once the node's encoder is there, as imports give that the time elsewhere.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.smp.processes import WRITERS_NAME
-from tests.support import warm_python
+from tests.programs import placed_trainer
+from tests.support.warm_host import warm
 
 WAIT_SECONDS = 200.0
 
 
-def main() -> int:
-    """The trainer's exit code; killed by a signal if the trainer was."""
-    server, *script = sys.argv[1:]
+def main() -> None:
+    """Become what asks the host for the trainer."""
+    host, *script = sys.argv[1:]
     place = {"RANK": "PET_NODE_RANK", "WORLD_SIZE": "PET_NNODES"}
     place |= {"MASTER_ADDR": "PET_MASTER_ADDR", "MASTER_PORT": "PET_MASTER_PORT"}
     given = {name: os.environ[told] for name, told in place.items()} | {"LOCAL_RANK": "0"}
-    namespace = f"/proc/{os.getpid()}/ns/net"
-    log = Path(os.readlink("/proc/self/fd/1"))
-    child = warm_python.start_at(server, script, {**os.environ, **given}, log, namespace=namespace)
     await_encoder(ProcessEnvironment.from_env().node_dir / WRITERS_NAME)
-    status = child.wait()
-    if status < 0:
-        os.kill(os.getpid(), -status)
-        signal.pause()
-    return status
+    network = f"/proc/{os.getpid()}/ns/net"
+    words = warm(host, [placed_trainer.__file__, network, "", *script])
+    os.execve(words[0], words, {**os.environ, **given})
 
 
 def await_encoder(writers: Path) -> None:
@@ -47,4 +41,4 @@ def await_encoder(writers: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

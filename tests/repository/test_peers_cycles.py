@@ -15,19 +15,19 @@ from benchmarks.methods import State, saved_at_last
 from benchmarks.peers.jobs import Found, read
 from benchmarks.peers.peer import Peer
 from benchmarks.peers.rank import Plan
-from tests.support.fork_server import ForkServer, Request
+from tests.support.warm_host import Request, WarmHost
 
 WAY, RANKS, INCARNATIONS = "torch.save", 2, 2
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer("tests.programs.peers_program", {"OMP_NUM_THREADS": "1"})
+def server() -> Iterator[WarmHost]:
+    server = WarmHost("tests.programs.peers_program", {"OMP_NUM_THREADS": "1"})
     yield server
     server.close()
 
 
-def incarnation(server: ForkServer, folder: Path) -> Found:
+def incarnation(server: WarmHost, folder: Path) -> Found:
     """One incarnation of all ranks; what the job has found so far."""
     plan = Plan(
         way=WAY, folder=str(folder), tensors=2, mib=1, work=1.0, every=1, iterations=1, rounds=1,
@@ -43,7 +43,7 @@ def incarnation(server: ForkServer, folder: Path) -> Found:
 
 
 @pytest.mark.all_layouts
-def test_each_incarnation_loads_what_the_last_has_saved(server: ForkServer, tmp_path: Path) -> None:
+def test_each_incarnation_loads_what_the_last_has_saved(server: WarmHost, tmp_path: Path) -> None:
     """A save of two incarnations ago has the right names and shapes, but not the values."""
     assert incarnation(server, tmp_path).loads == ()
     older = shutil.copytree(tmp_path, tmp_path / "older")

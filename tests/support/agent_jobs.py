@@ -17,6 +17,7 @@ from megatron_ft.core.environment import JOB, NODE, NODE_DIR
 from megatron_ft.launchers.virtual import default_root
 from tests.programs import warm_trainer
 from tests.support.jobs import EXAMPLE, ROOT, Result, WarmCluster, read_losses
+from tests.support.warm_host import is_client
 
 WAIT_SECONDS = 200.0
 
@@ -106,7 +107,7 @@ class AgentJob:
             # What launchers around us started has a rank, too.
             and NODE_DIR in env
             # This one stands for a trainer that is forked.
-            and b"warm_client.py" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+            and not is_client(pid)
         ]
         assert len(found) == 1, (found, self.story())
         return found[0]

@@ -1,4 +1,4 @@
-"""Equipment of chaos jobs in a checkout: processes that are forked from one with all imports.
+"""Equipment of chaos jobs in a checkout: all processes are forked from one trainer host.
 
 ``python -m tests.support.chaos_cluster ARGS`` is `megatron-ft chaos ARGS` with it.
 """
@@ -16,17 +16,16 @@ from megatron_ft.cli.chaos.job import (
     TRAINING_MODULE,
     ChaosCluster,
     JobFile,
-    python_words,
     role_of_command,
 )
 from megatron_ft.launchers.process import LocalProcess
-from tests.support.warm_python import CHAOS, WarmPython, start_at
+from tests.support.warm_host import WarmHost, warm
 
 CLUSTER_CLASS = "tests.support.chaos_cluster:EquippedCluster"
 
 
 class EquippedCluster(ChaosCluster):
-    """A cluster whose processes are forked from the server at ``job.warm``, if there is one."""
+    """A cluster whose processes are forked from the host at ``job.warm``, if there is one."""
 
     def __init__(self, job: JobFile) -> None:
         super().__init__(job)
@@ -53,25 +52,18 @@ class EquippedCluster(ChaosCluster):
         role = role_of_command(argv)
         if not self.forks(role):
             return super().start(node, argv, env, log_path, stdin)
-        self._require([node])
-        self.node_dir(node).mkdir(mode=0o700, exist_ok=True)
-        words, marked = python_words(argv), self._marked(node, {**env, ROLE: role})
-        child = start_at(self._warm, words, marked, log_path, stdin or b"")
-        process = LocalProcess(node, child.pid, child)  # type: ignore[arg-type]
-        self._end_if_lost([node], process)
-        child.go()
-        return process
+        words = list(argv)
+        python = words.index(sys.executable)
+        words[python:] = warm(self._warm, words[python + 1 :])
+        # The base class finds the role in a command that was not changed.
+        return super(ChaosCluster, self).start(node, words, {**env, ROLE: role}, log_path, stdin)
 
     def start_supervisor(
         self, argv: Sequence[str], env: Mapping[str, str], log_path: Path
     ) -> LocalProcess:
         """Start or fork the supervisor."""
-        if not self._supervisor_warm:
-            return super().start_supervisor(argv, env, log_path)
-        child = start_at(self._supervisor_warm, argv[1:], env, log_path)
-        process = LocalProcess("", child.pid, child)  # type: ignore[arg-type]
-        child.go()
-        return process
+        words = warm(self._supervisor_warm, argv[1:]) if self._supervisor_warm else argv
+        return super().start_supervisor(words, env, log_path)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -79,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.chaos_cluster")
     command.add_arguments(parser)
     options = parser.parse_args(arguments)
-    server = WarmPython(CHAOS)
+    server = WarmHost()
     try:
         return command.main(options, CLUSTER_CLASS, server.path)
     finally:

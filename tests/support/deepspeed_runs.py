@@ -10,8 +10,8 @@ from typing import Any
 from tests.support import resume_runs
 from tests.support.arena_folder import ArenaFolder, read_record
 from tests.support.deepspeed_cells import Cell
-from tests.support.fork_server import Outcome, Request
 from tests.support.resume_runs import ITERATIONS, SNAPSHOT_AT, TIMEOUT_SECONDS
+from tests.support.warm_host import Outcome, Request
 
 SKIPPED = re.compile(r"step (\d+) was skipped")
 

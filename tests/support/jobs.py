@@ -7,15 +7,16 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.config import SETTINGS, SnapshotConfig
-from megatron_ft.core.environment import TREE
 from megatron_ft.core.process_tools import free_port
+from megatron_ft.launchers import trainer_host, warm_client
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.failures import RestartBudget
@@ -23,10 +24,11 @@ from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import Stop, Supervisor
+from tests.programs import placed_trainer
 from tests.programs.gated_training import GATE
 from tests.support.networked_cluster import HOST, NetworkedCluster
 from tests.support.node_network import NodeNetwork
-from tests.support.warm_python import WarmChild, WarmPython
+from tests.support.warm_host import WarmHost, warm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "plain_pytorch.py"
@@ -36,6 +38,8 @@ POISONED = ROOT / "tests" / "programs" / "poisoned_training.py"
 HANGING = ROOT / "tests" / "programs" / "hanging_training.py"
 GATED = ROOT / "tests" / "programs" / "gated_training.py"
 DECLINING = ROOT / "tests" / "programs" / "declining_training.py"
+IDLE = ("sleep", "infinity")
+"""The host of a node that forks its trainers from the tests' own."""
 WAIT_SECONDS = 200.0
 
 Fault = Callable[["Job"], None]
@@ -47,13 +51,12 @@ def _failed(task: asyncio.Task[None]) -> bool:
 
 
 class WarmCluster(NetworkedCluster):
-    """A virtual cluster whose trainers, if they run an example, do not wait for its imports."""
+    """A virtual cluster whose nodes share the trainer host of the tests, if there is one.
 
-    warm: ClassVar[WarmPython | None] = None
-    """The server while it runs; without one all processes are started as ever."""
+    Trainers begin once the file ``gate`` exists.  With ``own_hosts`` all is as for a user.
+    """
 
-    waiting: list[WarmChild]
-    """Trainers that have not begun."""
+    warm: ClassVar[WarmHost | None] = None
 
     def __init__(
         self,
@@ -62,10 +65,13 @@ class WarmCluster(NetworkedCluster):
         root: Path | None = None,
         network: NodeNetwork | None = None,
         place: str = HOST,
+        *,
+        gate: Path,
+        own_hosts: bool = False,
     ) -> None:
         super().__init__(job, nodes, root)
         self.use_network(network, place)
-        self.waiting = []
+        self.gate, self._own_hosts = gate, own_hosts or self.warm is None
 
     def start(
         self,
@@ -75,20 +81,20 @@ class WarmCluster(NetworkedCluster):
         log_path: Path,
         stdin: bytes | None = None,
     ) -> LocalProcess:
-        scripts = (EXAMPLE, DEEPSPEED_EXAMPLE, POISONED, HANGING, GATED, DECLINING)
-        known = [[sys.executable, str(script)] for script in scripts]
-        known.append([sys.executable, "-m", TORCHRUN])
-        if self.warm is None or not any(list(argv[: len(k)]) == k for k in known):
-            return super().start(node, argv, env, log_path, stdin)
-        self._require([node])
-        namespace = "" if self.network is None else self.network.namespace_path(node)
-        given = self._marked(node, self.on_device(node, env))
-        child = self.warm.start(argv[1:], given, log_path, namespace)
-        self.waiting.append(child)
-        tree = env.get(TREE, "")
-        process = self._placed(self.process_kind(node, child.pid, child, tree))  # type: ignore[arg-type]
-        self._end_if_lost([node], process)
-        return process
+        """Start a process as ever; a trainer is forked from the tests' host."""
+        if not self._own_hosts:
+            if list(argv[:3]) == [sys.executable, "-m", TORCHRUN]:
+                argv = self._forked(node, argv[1:])
+            elif warm_client.__file__ in argv:
+                argv = self._forked(node, argv[argv.index(sys.executable, 1) + 1 :])
+            elif trainer_host.__file__ in argv:
+                argv = IDLE
+        return super().start(node, argv, env, log_path, stdin)
+
+    def _forked(self, node: str, argv: Sequence[str]) -> list[str]:
+        assert self.warm is not None
+        network = "" if self.network is None else self.network.namespace_path(node)
+        return warm(self.warm.path, [placed_trainer.__file__, network, str(self.gate), *argv])
 
 
 @dataclass
@@ -101,7 +107,8 @@ class Job:
     protect: str = "xor:2"
     ranks_per_node: int = 1
     trainer_per_node: bool = False
-    warm_start: bool = False
+    own_hosts: bool = False
+    """Whether each node has a trainer host of its own, as in a user's job."""
     iterations: int = 40
     width: int = 64
     iteration_seconds: float = 0.05
@@ -141,7 +148,9 @@ class Job:
         self.name = f"test-{uuid.uuid4().hex[:8]}"
         names = [f"n{i}" for i in range(self.nodes + self.spares)]
         self.network = NodeNetwork(self.name, names).open() if self.networked else None
-        self.cluster = WarmCluster(self.name, names, self.root, self.network, self.place)
+        given = (self.name, names, self.root, self.network, self.place)
+        gate = self.folder / "begin"
+        self.cluster = WarmCluster(*given, gate=gate, own_hosts=self.own_hosts)
         self.supervisor: Supervisor
         self.stop: Stop
         self.gate: Path | None = None
@@ -170,7 +179,7 @@ class Job:
             spares=self.spares,
             ranks_per_node=self.ranks_per_node,
             trainer_per_node=self.trainer_per_node,
-            warm_start=self.warm_start,
+            warm_start=self.own_hosts or WarmCluster.warm is not None,
             settings=self.settings(),
             block_bytes=self.block_bytes,
             from_scratch=self.from_scratch,
@@ -252,10 +261,10 @@ class Job:
         """Let trainers begin once encoders are up, as imports give them the time elsewhere."""
         parity = self.supervisor.spec.scheme.parity_members
         while True:
-            if self.cluster.waiting and (self.supervisor.coordinator.usable_world or not parity):
-                for child in self.cluster.waiting:
-                    child.go()
-                self.cluster.waiting.clear()
+            if self.supervisor.coordinator.usable_world or not parity:
+                self.cluster.gate.touch()
+            else:
+                self.cluster.gate.unlink(missing_ok=True)
             await asyncio.sleep(0.02)
 
     async def _inject(self, faults: tuple[tuple[int, Fault], ...]) -> None:
@@ -297,6 +306,27 @@ class Job:
 
     def result(self) -> Result:
         return read_losses(self.losses)
+
+
+@contextmanager
+def trainers_of(host: WarmHost) -> Iterator[None]:
+    """Trainers of jobs, and of runs without us, are forked from this host."""
+    WarmCluster.warm = host
+    try:
+        yield
+    finally:
+        WarmCluster.warm = None
+
+
+@contextmanager
+def trainers_with(preload: str, environment: Mapping[str, str]) -> Iterator[None]:
+    """The same with a host of their own; see WarmHost."""
+    host = WarmHost(preload, environment)
+    try:
+        with trainers_of(host):
+            yield
+    finally:
+        host.close()
 
 
 def difference(one: Result, other: Result) -> str:
@@ -341,15 +371,14 @@ def run_alone(
     base = {k: v for k, v in variables.items() if not k.startswith("MEGATRON_FT_JOB")}
     assert WarmCluster.warm is not None
     port = str(free_port())
-    children = []
+    processes = []
     for rank in range(ranks):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         log = folder / f"rank{rank}.log"
-        children.append(WarmCluster.warm.start(command, base | place, log))
-    for child in children:
-        child.go()
-    codes = [child.wait() for child in children]
+        placed = [placed_trainer.__file__, "", "", *command]
+        processes.append(WarmCluster.warm.start(placed, base | place, log))
+    codes = [process.wait(WAIT_SECONDS) for process in processes]
     assert not any(codes), (codes, (folder / "rank0.log").read_text()[-3000:])
 
 

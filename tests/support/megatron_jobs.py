@@ -21,7 +21,7 @@ from megatron_ft.core.startup import before_script
 from megatron_ft.supervisor.orders import Timing
 from tests.programs.held_in_step import sitecustomize as held
 from tests.support import traced_script
-from tests.support.jobs import ROOT, Job
+from tests.support.jobs import ROOT, Job, WarmCluster, run_alone
 
 RANKS, ITERATIONS = 2, 16
 SNAPSHOTS = ("--inmem-snapshot", "--inmem-snapshot-interval", "2")
@@ -78,11 +78,19 @@ def stock(checkout: Path) -> Program:
 def train_alone(
     program: Program, corpus: Path, trace: Path, *flags: str, ranks: int = RANKS
 ) -> None:
-    """Train to the end under torchrun, with none of our processes and more of Megatron's flags."""
+    """Train to the end with none of our processes and more of Megatron's flags.
+
+    Under torchrun, if there is no host to fork from.
+    """
+    words, environment = [*program.flags(corpus, trace), *flags], program.environment(trace)
+    if WarmCluster.warm is not None:
+        trace.mkdir(parents=True, exist_ok=True)
+        run_alone(words, ranks, trace, {**os.environ, **environment})
+        return
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*command, f"--nproc-per-node={ranks}", *program.flags(corpus, trace), *flags],
-        env={**os.environ, **program.environment(trace)},
+        [*command, f"--nproc-per-node={ranks}", *words],
+        env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

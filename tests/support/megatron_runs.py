@@ -10,9 +10,9 @@ from pathlib import Path
 from megatron_ft.cli.demo import demo_model
 from tests.programs.megatron_program import PLUGINS
 from tests.support import resume_runs
-from tests.support.fork_server import Outcome, Request
 from tests.support.megatron_layouts import Layout
 from tests.support.resume_runs import ITERATIONS, SNAPSHOT_AT, TIMEOUT_SECONDS
+from tests.support.warm_host import Outcome, Request
 
 SNAPSHOTS = "--inmem-snapshot"
 

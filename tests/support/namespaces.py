@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -93,3 +94,13 @@ def _run(*command: str, text: str = "") -> str:
         said = (done.stderr or done.stdout).strip()
         raise MissingEnvironmentError(f"`{' '.join(command)}` failed: {said}; {text}".rstrip("; "))
     return done.stdout
+
+
+def enter_namespace(path: str) -> None:
+    """Move this thread, and what it starts, into a network namespace (setns(2))."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0):
+            raise OSError(ctypes.get_errno(), f"setns to {path}")
+    finally:
+        os.close(descriptor)

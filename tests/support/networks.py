@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import pytest
 
+from tests.support.namespaces import enter_namespace
 from tests.support.node_network import NodeNetwork, unavailable
-from tests.support.warm_python import enter_namespace
 
 Result = TypeVar("Result")
 

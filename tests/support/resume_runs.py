@@ -17,8 +17,8 @@ import torch
 from megatron_ft.cli.chaos.trace import final_path, read_trace
 from megatron_ft.cli.demo import final_state
 from tests.support.arena_folder import ArenaFolder
-from tests.support.fork_server import ForkServer, Outcome, Request
 from tests.support.late_capture import LOAD_FROM, RANKS_PER_NODE, SAVE_AT, SAVE_TO, SCHEME
+from tests.support.warm_host import Outcome, Request, WarmHost
 
 ITERATIONS, SNAPSHOT_AT = 8, 4
 TIMEOUT_SECONDS = 120.0
@@ -44,7 +44,7 @@ class Job(Protocol):
 class Runs(ABC):
     """Trains in ``folder``, one folder per run."""
 
-    server: ForkServer
+    server: WarmHost
     folder: Path
 
     @abstractmethod

@@ -15,6 +15,7 @@ from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.launchers.virtual import default_root
 from tests.support.jobs import EXAMPLE, ROOT, Result, read_losses
 from tests.support.slurm_cluster import SlurmCluster
+from tests.support.warm_host import is_client
 
 SCRIPT = ROOT / "scripts" / "slurm" / "pretrain_gpt_inmem.sbatch"
 ITERATIONS = 40
@@ -135,7 +136,7 @@ class SlurmJob:
         env = procfs.read_environment(pid)
         if env.get(JOB) != self.name or env.get("RANK") != str(rank) or NODE not in env:
             return False
-        if b"warm_client.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if is_client(pid):
             return False  # it stands for the trainer
         return os.readlink(f"/proc/{pid}/exe") == os.path.realpath(sys.executable)
 

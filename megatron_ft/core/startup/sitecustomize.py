@@ -78,6 +78,14 @@ class _CallingLoader:
         self._call()
 
 
+def after_import(name: str, call: Callable[[], None]) -> None:
+    """Call a function behind a module's import: now, if the trainer host had imported it."""
+    if name in sys.modules:
+        call()
+    else:
+        AfterImport(name, call).install()
+
+
 def run_hidden(folder: str) -> None:
     """Run the ``sitecustomize`` that the one in ``folder`` hides, if there is one.
 
@@ -123,7 +131,7 @@ def watch(hooks: str) -> None:
     """Have each of ``watched=module:function`` called; they are separated by commas."""
     for entry in filter(None, hooks.split(",")):
         watched, _, hook = entry.partition("=")
-        AfterImport(watched, lambda w=watched, h=hook: call_hook(w, h)).install()  # type: ignore[misc]
+        after_import(watched, lambda w=watched, h=hook: call_hook(w, h))  # type: ignore[misc]
 
 
 if __name__ == "sitecustomize" and HOST not in os.environ:  # not where its parts are imported

@@ -20,8 +20,8 @@ if missing := [name for name in LIBRARIES if find_spec(name) is None]:
     pytest.skip(f"needs {', '.join(missing)}", allow_module_level=True)
 
 from tests.programs.clients_program import ENVIRONMENT  # noqa: E402
-from tests.support.fork_server import ForkServer, Request  # noqa: E402
 from tests.support.late_capture import LOAD_FROM, SAVE_AT, SAVE_TO  # noqa: E402
+from tests.support.warm_host import Request, WarmHost  # noqa: E402
 
 pytestmark = pytest.mark.deepspeed
 
@@ -43,7 +43,7 @@ class Incarnation:
 class Client:
     """Runs one client in ``folder``."""
 
-    server: ForkServer
+    server: WarmHost
     folder: Path
     entry: str
     ranks: int = 2
@@ -72,15 +72,15 @@ class Client:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
+def server() -> Iterator[WarmHost]:
     """Its ranks have imported all clients."""
-    server = ForkServer("tests.programs.clients_program", ENVIRONMENT)
+    server = WarmHost("tests.programs.clients_program", ENVIRONMENT)
     yield server
     server.close()
 
 
 def test_a_trainer_resumes_from_its_checkpoint_not_from_memory(
-    server: ForkServer, tmp_path: Path
+    server: WarmHost, tmp_path: Path
 ) -> None:
     """The Trainer counts by its own checkpoint of step 2; the snapshot is of step 3."""
     client = Client(server, tmp_path, "trainer")
@@ -98,7 +98,7 @@ def test_a_trainer_resumes_from_its_checkpoint_not_from_memory(
 
 
 def test_a_trainer_without_a_checkpoint_starts_from_scratch(
-    server: ForkServer, tmp_path: Path
+    server: WarmHost, tmp_path: Path
 ) -> None:
     """It loads nothing then, so every later start would end with one error."""
     client = Client(server, tmp_path, "trainer")
@@ -111,7 +111,7 @@ def test_a_trainer_without_a_checkpoint_starts_from_scratch(
     assert again.losses == whole.losses
 
 
-def test_an_accelerator_gets_the_state_that_it_names(server: ForkServer, tmp_path: Path) -> None:
+def test_an_accelerator_gets_the_state_that_it_names(server: WarmHost, tmp_path: Path) -> None:
     """Every one of its checkpoints has the same tag, each in a folder of its own."""
     client = Client(server, tmp_path, "accelerator")
     told: dict[str, Any] = {"stage": 2, "section": {"follows_engine": True}}
@@ -126,7 +126,7 @@ def test_an_accelerator_gets_the_state_that_it_names(server: ForkServer, tmp_pat
         assert "starting from disk: " in again.said and "accelerate.Accelerator" in alone.said
 
 
-def test_accelerate_on_the_plain_interface(server: ForkServer, tmp_path: Path) -> None:
+def test_accelerate_on_the_plain_interface(server: WarmHost, tmp_path: Path) -> None:
     client = Client(server, tmp_path, "plain_accelerator")
     whole = client.run("whole", {SAVE_AT: 3}, steps=5, wrap=True)
     again = client.again(whole, steps=5, wrap=True)
@@ -139,7 +139,7 @@ def test_accelerate_on_the_plain_interface(server: ForkServer, tmp_path: Path) -
     assert again.seen[0]["begins_at"] == 3
 
 
-def test_lightning_on_the_plain_interface_is_warned(server: ForkServer, tmp_path: Path) -> None:
+def test_lightning_on_the_plain_interface_is_warned(server: WarmHost, tmp_path: Path) -> None:
     client = Client(server, tmp_path, "plain_lightning", ranks=1)
     whole = client.run("whole", {SAVE_AT: 2}, steps=3)
     assert "lightning.Trainer" in whole.said

@@ -34,7 +34,7 @@ CASES = [
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 @pytest.mark.parametrize(("case", "stage"), CASES)
 def test_changes_of_an_engine(case: str, stage: str, deepspeed_server: Any, tmp_path: Path) -> None:
-    from tests.support.fork_server import Request
+    from tests.support.warm_host import Request
 
     argv, ranks = [str(tmp_path / "arena"), stage], 2 if stage == "0" else 1
     request = Request(case, argv, ranks, str(tmp_path), 60.0)

@@ -13,7 +13,7 @@ if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
 from tests.programs.deepspeed_saving_program import notes_of  # noqa: E402
-from tests.support.fork_server import ForkServer  # noqa: E402
+from tests.support.warm_host import WarmHost  # noqa: E402
 
 pytestmark = pytest.mark.deepspeed
 PROGRAM = "tests.programs.deepspeed_data_program:main"
@@ -23,9 +23,7 @@ def require_same(incarnation: Any) -> None:
     assert incarnation["interrupted"] == incarnation["whole"]
 
 
-def test_deepspeeds_loader_goes_on_where_it_was(
-    deepspeed_server: ForkServer, tmp_path: Path
-) -> None:
+def test_deepspeeds_loader_goes_on_where_it_was(deepspeed_server: WarmHost, tmp_path: Path) -> None:
     for notes in notes_of(deepspeed_server, tmp_path, "loaders", 2, PROGRAM):
         assert len(notes) == 13
         different = [name for name, n in notes.items() if n["interrupted"] != n["whole"]]
@@ -33,7 +31,7 @@ def test_deepspeeds_loader_goes_on_where_it_was(
 
 
 def test_a_loader_of_training_data_is_watched_and_generators_restored(
-    deepspeed_server: ForkServer, tmp_path: Path
+    deepspeed_server: WarmHost, tmp_path: Path
 ) -> None:
     (notes,) = notes_of(deepspeed_server, tmp_path, "training_data", 1, PROGRAM)
     assert notes["is_watched"] and notes["passes_on"] and notes["length"] == 6
@@ -45,7 +43,7 @@ def test_a_loader_of_training_data_is_watched_and_generators_restored(
 
 @pytest.mark.all_layouts
 def test_a_pipelines_loader_goes_on_where_it_was(
-    deepspeed_server: ForkServer, tmp_path: Path
+    deepspeed_server: WarmHost, tmp_path: Path
 ) -> None:
     for notes in notes_of(deepspeed_server, tmp_path, "pipeline", 2, PROGRAM):
         assert notes["loaders"] == ["loader1"], "the first one was not used"

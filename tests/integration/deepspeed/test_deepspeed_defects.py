@@ -12,13 +12,13 @@ if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
 from tests.programs.deepspeed_saving_program import notes_of  # noqa: E402
-from tests.support.fork_server import ForkServer  # noqa: E402
+from tests.support.warm_host import WarmHost  # noqa: E402
 
 pytestmark = pytest.mark.deepspeed
 
 
 def test_latest_names_a_checkpoint_that_lacks_a_file(
-    deepspeed_server: ForkServer, tmp_path: Path
+    deepspeed_server: WarmHost, tmp_path: Path
 ) -> None:
     # Ours: test_deepspeed_saving.py, test_latest_waits_for_a_slow_rank.
     (_, rank_1) = notes_of(deepspeed_server, tmp_path, "plain", 2)

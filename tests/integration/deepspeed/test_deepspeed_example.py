@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 from megatron_ft.cli.chaos.trace import read_trace  # noqa: E402
 from megatron_ft.cli.demo.final_state import compare_runs  # noqa: E402
 from tests.programs.deepspeed_script_program import SCRIPT  # noqa: E402
-from tests.support.fork_server import ForkServer, Request  # noqa: E402
+from tests.support.warm_host import Request, WarmHost  # noqa: E402
 
 STEPS = 4
 CPU = {"device": "cpu"}
@@ -46,7 +46,7 @@ pytestmark = [
 class Trainings:
     """Runs of the script alone, each made once."""
 
-    server: ForkServer
+    server: WarmHost
     folder: Path
     traces: dict[str, Path] = field(default_factory=dict)
 
@@ -75,7 +75,7 @@ class Trainings:
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
     """Runs whose ranks are forked from one process."""
     environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    server = ForkServer("tests.programs.deepspeed_script_program", environment)
+    server = WarmHost("tests.programs.deepspeed_script_program", environment)
     yield Trainings(server, tmp_path_factory.mktemp("trainings"))
     server.close()
 

@@ -17,9 +17,9 @@ from tests.programs.deepspeed_program import OWN, SEEDED  # noqa: E402
 from tests.support.deepspeed_cells import EXPLODES, FP32_GRADIENTS, Cell, zero  # noqa: E402
 from tests.support.deepspeed_cells_parallel import ON_HOST, experts, piped, sharded, zero3  # noqa: E402
 from tests.support.deepspeed_runs import Runs  # noqa: E402
-from tests.support.fork_server import Request  # noqa: E402
 from tests.support.late_capture import LOAD_FROM, SAVE_AT  # noqa: E402
 from tests.support.resume_runs import ITERATIONS, SNAPSHOT_AT  # noqa: E402
+from tests.support.warm_host import Request  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 

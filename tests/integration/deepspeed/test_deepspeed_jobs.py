@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.programs.deepspeed_program import ENVIRONMENT
 from tests.support.deepspeed_jobs import (
     ITERATIONS,
     Program,
@@ -16,11 +18,11 @@ from tests.support.deepspeed_jobs import (
     log_of,
     lose_node_of_held_rank,
 )
-from tests.support.jobs import ROOT
+from tests.support.jobs import ROOT, trainers_with
 from tests.support.no_pickle import check_holds_no_pickle
 
 pytestmark = [
-    pytest.mark.usefixtures("warm_trainers"),
+    pytest.mark.usefixtures("warm_deepspeed_trainers"),
     pytest.mark.mpi,
     pytest.mark.deepspeed,
     pytest.mark.slow,
@@ -86,5 +88,7 @@ def test_an_older_release_survives_a_kill(release: str, stage: int, tmp_path: Pa
     # With torch 2.13 and on the CPU its stages 1 and 2 fail by themselves (views changed in place),
     # and stage 3, without us, does not train the same each time (docs/deepspeed.md).
     program = Program({"zero_optimization": {"stage": stage}}, folder)
-    job = check_identical(program, tmp_path, kill_held_rank, nodes=2)
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    with trainers_with("tests.programs.deepspeed_program", environment):
+        job = check_identical(program, tmp_path, kill_held_rank, nodes=2)
     assert [source for _, source in job.restores()] == ["own memory"], job.story()

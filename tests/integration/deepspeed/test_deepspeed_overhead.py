@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
-from tests.support.fork_server import ForkServer, Request  # noqa: E402
+from tests.support.warm_host import Request, WarmHost  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 
@@ -37,7 +37,7 @@ def shared_memory() -> Iterator[Path]:
 
 
 def test_a_capture_costs_one_copy_and_nothing_else(
-    deepspeed_server: ForkServer, shared_memory: Path, tmp_path: Path
+    deepspeed_server: WarmHost, shared_memory: Path, tmp_path: Path
 ) -> None:
     request = Request(
         "tests.programs.deepspeed_overhead:measure", [str(shared_memory)], 2, str(tmp_path), 120.0

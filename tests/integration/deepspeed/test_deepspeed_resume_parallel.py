@@ -21,9 +21,9 @@ from tests.support.deepspeed_cells_parallel import (  # noqa: E402
     UNIVERSAL_CELLS,
 )
 from tests.support.deepspeed_runs import Runs  # noqa: E402
-from tests.support.fork_server import Request  # noqa: E402
 from tests.support.late_capture import LOAD_FROM, SAVE_AT  # noqa: E402
 from tests.support.resume_runs import ITERATIONS, SNAPSHOT_AT, TIMEOUT_SECONDS, check_resume  # noqa: E402
+from tests.support.warm_host import Request  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 

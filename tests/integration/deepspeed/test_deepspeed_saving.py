@@ -13,7 +13,7 @@ if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
 from tests.programs.deepspeed_saving_program import MASTERS, notes_of  # noqa: E402
-from tests.support.fork_server import ForkServer  # noqa: E402
+from tests.support.warm_host import WarmHost  # noqa: E402
 
 pytestmark = pytest.mark.deepspeed
 FULL = "OSError: [Errno 28] No space left on device"
@@ -22,7 +22,7 @@ FULL = "OSError: [Errno 28] No space left on device"
 class Ran:
     """A scenario of deepspeed_saving_program that was run by two ranks."""
 
-    def __init__(self, server: ForkServer, folder: Path, scenario: str) -> None:
+    def __init__(self, server: WarmHost, folder: Path, scenario: str) -> None:
         self.folder = folder
         self._notes = notes_of(server, folder, scenario, 2)
 
@@ -37,7 +37,7 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def saving(deepspeed_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def saving(deepspeed_server: WarmHost, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return Ran(deepspeed_server, tmp_path_factory.mktemp("saving"), "saving")
 
 
@@ -108,14 +108,14 @@ def test_the_weights_can_be_taken_out_by_deepspeeds_tool(saving: Ran) -> None:
     assert any(not torch.equal(w, w.bfloat16().float()) for w in expected.values())
 
 
-def test_a_rank_that_died_is_named(deepspeed_server: ForkServer, tmp_path: Path) -> None:
+def test_a_rank_that_died_is_named(deepspeed_server: WarmHost, tmp_path: Path) -> None:
     notes = Ran(deepspeed_server, tmp_path, "dead").notes()
     assert notes["raised"].startswith("ControlPlaneError: ranks [1] did not report within 2 s")
     assert notes["latest"] == ""
 
 
 def test_every_node_has_latest_in_its_own_storage(
-    deepspeed_server: ForkServer, tmp_path: Path
+    deepspeed_server: WarmHost, tmp_path: Path
 ) -> None:
     ran = Ran(deepspeed_server, tmp_path, "node_local")
     for rank in (0, 1):

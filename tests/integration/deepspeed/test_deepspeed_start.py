@@ -16,8 +16,8 @@ if find_spec("deepspeed") is None:
 
 from megatron_ft.core.environment import RESTORE  # noqa: E402
 from tests.support.deepspeed_cells import zero  # noqa: E402
-from tests.support.fork_server import ForkServer, Outcome, Request  # noqa: E402
 from tests.support.late_capture import LOAD_FROM, NO_OFFER, SAVE_AT, SAVE_TO  # noqa: E402
+from tests.support.warm_host import Outcome, Request, WarmHost  # noqa: E402
 
 pytestmark = pytest.mark.deepspeed
 
@@ -48,7 +48,7 @@ class Incarnation:
 class Script:
     """Runs the script in ``folder``; it saves and loads in ``saved``, or in there."""
 
-    server: ForkServer
+    server: WarmHost
     folder: Path
     saved: Path | None = None
 
@@ -83,7 +83,7 @@ class Script:
 
 @pytest.fixture(scope="module")
 def first_incarnation(
-    deepspeed_server: ForkServer, tmp_path_factory: Any
+    deepspeed_server: WarmHost, tmp_path_factory: Any
 ) -> tuple[Script, Incarnation]:
     """Six steps: checkpoints of steps 2 and 6, a snapshot of step 4."""
     script = Script(deepspeed_server, tmp_path_factory.mktemp("first"))
@@ -221,7 +221,7 @@ def test_a_load_in_the_middle_of_training_waits_for_a_running_capture(
 
 
 def test_a_second_engine_with_the_section_is_refused(
-    deepspeed_server: ForkServer, tmp_path: Path
+    deepspeed_server: WarmHost, tmp_path: Path
 ) -> None:
     script = Script(deepspeed_server, tmp_path)
     incarnation = script.run("two", ranks=1, loads=script.load(), second_engine=True)
@@ -393,7 +393,7 @@ def test_an_engine_without_the_section_is_left_alone(deepspeed_server: Any, tmp_
     ],
 )
 def test_what_is_wrong_is_said_before_the_first_step(
-    deepspeed_server: ForkServer, tmp_path: Path, told: dict[str, Any], said: str
+    deepspeed_server: WarmHost, tmp_path: Path, told: dict[str, Any], said: str
 ) -> None:
     incarnation = Script(deepspeed_server, tmp_path).run("refused", ranks=1, **told)
     assert said in incarnation.error and not incarnation.seen[0]["losses"]
@@ -401,14 +401,14 @@ def test_what_is_wrong_is_said_before_the_first_step(
 
 @pytest.mark.parametrize("plugin", ["old_release", "renamed_parameter"])
 def test_an_unsupported_release_trains_without_the_section(
-    deepspeed_server: ForkServer, tmp_path: Path, plugin: str
+    deepspeed_server: WarmHost, tmp_path: Path, plugin: str
 ) -> None:
     incarnation = Script(deepspeed_server, tmp_path).run("plain", None, ranks=1, plugins=[plugin])
     assert "error" not in incarnation.seen[0] and incarnation.seen[0]["losses"]
 
 
 def test_losses_are_reported_where_a_gate_is_asked_for(
-    deepspeed_server: ForkServer, tmp_path: Path
+    deepspeed_server: WarmHost, tmp_path: Path
 ) -> None:
     script = Script(deepspeed_server, tmp_path)
     told = {"ranks": 1, "steps": 3, "loads": script.load(), "plugins": ["noted_losses"]}

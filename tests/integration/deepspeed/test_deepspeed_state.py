@@ -39,7 +39,7 @@ CASES = {
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 @pytest.mark.parametrize("case", CASES)
 def test_state_of_an_engine(case: str, deepspeed_server: Any, tmp_path: Path) -> None:
-    from tests.support.fork_server import Request
+    from tests.support.warm_host import Request
 
     request = Request(
         f"tests.programs.deepspeed_state_cases:{case}",

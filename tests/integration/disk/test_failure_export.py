@@ -30,7 +30,7 @@ from tests.support.megatron_jobs import (
     train_alone,
 )
 
-pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 NEVER = 10_000
 
@@ -70,6 +70,7 @@ def fail_thrice(
 
 
 @pytest.mark.deepspeed
+@pytest.mark.usefixtures("warm_deepspeed_trainers")
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 def test_the_same_failure_thrice_leaves_deepspeeds_own_files(
     made: list[Job], tmp_path: Path
@@ -96,6 +97,7 @@ def test_the_same_failure_thrice_leaves_deepspeeds_own_files(
 
 
 @pytest.mark.megatron
+@pytest.mark.usefixtures("warm_megatron_trainers")
 @pytest.mark.all_layouts
 @pytest.mark.timeout(900)
 @needs_megatron

@@ -15,12 +15,15 @@ from tests.support.registered_command import REGISTERED
 
 
 def job_of(folder: Path, made: list[Job], script: str, **given: object) -> Job:
-    command = (sys.executable, "-c", script)
+    program = folder / "train.py"
+    program.write_text(script)
+    command = (sys.executable, str(program))
     job = Job(folder, nodes=2, protect="none", command=command, **given)  # type: ignore[arg-type]
     made.append(job)
     return job
 
 
+@pytest.mark.usefixtures("warm_trainers")
 def test_one_error_is_one_failure_whichever_rank_meets_it_first(
     made: list[Job], tmp_path: Path
 ) -> None:

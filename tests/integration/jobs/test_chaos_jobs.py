@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,21 +18,19 @@ from megatron_ft.cli.chaos.runner import CaseOutcome, oracle_traces, run_case
 from megatron_ft.cli.chaos.trace import Lines
 from megatron_ft.cli.main import main
 from tests.support.chaos_cluster import CLUSTER_CLASS
-from tests.support.warm_python import CHAOS, WarmPython
+from tests.support.warm_host import WarmHost
 
 pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(scope="module")
 def settings(
-    no_process_left: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ChaosSettings]:
-    warm = WarmPython(CHAOS)
+    warm_host: WarmHost, no_process_left: None, tmp_path_factory: pytest.TempPathFactory
+) -> ChaosSettings:
     # Not pytest's folder, whose length depends on the test's name: socket paths are short.
     folder = tmp_path_factory.mktemp("c")
     shared = ChaosSettings(folder, lease=2.0, limit=60.0, iterations=600)
-    yield replace(shared, cluster_class=CLUSTER_CLASS, warm=warm.path)
-    warm.close()
+    return replace(shared, cluster_class=CLUSTER_CLASS, warm=warm_host.path)
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.orders import Timing
 from tests.support.fates import Deaths, in_incarnation, of_node, when
 from tests.support.jobs import Fault, Job, Result, difference, oracle
+from tests.support.namespaces import enter_namespace
 from tests.support.networked_cluster import HOST
 from tests.support.networks import needs_network
 from tests.support.node_network import NodeNetwork
-from tests.support.warm_python import enter_namespace
 
 pytestmark = [
     needs_network,

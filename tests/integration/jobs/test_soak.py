@@ -25,7 +25,7 @@ from tests.support.soak.measure import ROLES, Sample, sample
 from tests.support.soak.plan import plan
 from tests.support.soak.report import is_good, render
 from tests.support.soak.run import Soak, run
-from tests.support.warm_python import CHAOS, WarmPython
+from tests.support.warm_host import WarmHost
 
 MIB = 1 << 20
 FLAT = Sample("smp", 1, 0, 30 * MIB, MIB, 20 * MIB, 25, 5)
@@ -181,7 +181,7 @@ SHORT = 20.0
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    warm = WarmPython(CHAOS)
+    warm = WarmHost()
     yield warm.path
     warm.close()
 

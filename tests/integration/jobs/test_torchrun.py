@@ -20,6 +20,7 @@ from megatron_ft.core.errors import ConfigError
 from megatron_ft.launchers.process import LocalProcess
 from tests.support.fates import in_incarnation
 from tests.support.jobs import EXAMPLE, TORCHRUN, Job, Result, difference, oracle
+from tests.support.warm_host import WarmHost, is_client, warm
 
 MODULE = ["python3", "-u", "-m", "torch.distributed.run"]
 
@@ -93,7 +94,10 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 def workers(job: Job, node: str) -> list[int]:
     """Ranks that torchrun has started on a node."""
-    return [p for p in job.cluster.processes_of(node) if "LOCAL_RANK" in procfs.read_environment(p)]
+    ranks = [
+        p for p in job.cluster.processes_of(node) if "LOCAL_RANK" in procfs.read_environment(p)
+    ]
+    return [pid for pid in ranks if not is_client(pid)]
 
 
 def kill_a_rank(job: Job) -> None:
@@ -113,12 +117,13 @@ def kill_torchrun(job: Job) -> None:
 @pytest.mark.mpi
 @pytest.mark.usefixtures("warm_trainers")
 def test_a_rank_torchrun_and_a_node_are_lost_and_nothing_changes(
-    made: list[Job], tmp_path: Path, four: Result
+    made: list[Job], tmp_path: Path, four: Result, warm_host: WarmHost
 ) -> None:
     job = Job(tmp_path, nodes=2, spares=1, ranks_per_node=2, trainer_per_node=True)
     made.append(job)
-    script = list(job.training_command()[1:])
-    job.command = (sys.executable, "-m", TORCHRUN, "--nproc-per-node", "2", *script)
+    script = warm(warm_host.path, job.training_command()[1:])
+    flags = ("--nproc-per-node", "2", "--no-python")
+    job.command = (sys.executable, "-m", TORCHRUN, *flags, *script)
     assert str(EXAMPLE) in script
     lose_a_node = in_incarnation(3, lambda job: job.cluster.kill_node("n1") and None)
     job.run((6, kill_a_rank), (12, in_incarnation(2, kill_torchrun)), (20, lose_a_node))

@@ -13,6 +13,7 @@ from megatron_ft.cli import status
 from megatron_ft.core import procfs
 from tests.support.fates import in_incarnation
 from tests.support.jobs import Job, Result, difference, oracle
+from tests.support.warm_host import is_client
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
@@ -33,7 +34,7 @@ def parent_of(pid: int) -> int:
 def trainer_of(job: Job, node: str) -> int:
     """The process that trains on a node: neither its host nor the client that stands for it."""
     ranks = [p for p in job.cluster.processes_of(node) if "RANK" in procfs.read_environment(p)]
-    (found,) = (pid for pid in ranks if "warm_client.py" not in command_of(pid))
+    (found,) = (pid for pid in ranks if not is_client(pid))
     return found
 
 
@@ -47,7 +48,7 @@ def host_of(job: Job, node: str) -> int:
 def test_a_job_loses_trainers_a_host_and_a_node_and_nothing_changes(
     made: list[Job], tmp_path: Path, two: Result
 ) -> None:
-    job = Job(tmp_path, nodes=2, spares=1, warm_start=True)
+    job = Job(tmp_path, nodes=2, spares=1, own_hosts=True)
     made.append(job)
     hosts: list[int] = []
     shown: list[tuple[str, dict[str, Any]]] = []
@@ -88,7 +89,7 @@ def test_a_job_loses_trainers_a_host_and_a_node_and_nothing_changes(
 def test_a_command_that_cannot_be_forked_starts_cold_and_says_so_once(
     made: list[Job], tmp_path: Path, two: Result
 ) -> None:
-    job = Job(tmp_path, nodes=2, warm_start=True)
+    job = Job(tmp_path, nodes=2, own_hosts=True)
     made.append(job)
     job.command = ("/usr/bin/env", *job.training_command())
     job.run()

@@ -20,11 +20,11 @@ from megatron_ft.checkpoint import native  # noqa: E402
 from megatron_ft.cli.demo import demo_model  # noqa: E402
 from megatron_ft.launchers.virtual import VirtualCluster  # noqa: E402
 from tests.programs import megatron_export as program  # noqa: E402  # needs torch
-from tests.support.fork_server import Request  # noqa: E402
 from tests.support.late_capture import LOAD_FROM, SAVE_AT  # noqa: E402
 from tests.support.megatron_layouts import DISTRIBUTED, EP2, PP2, TP2, VPP, Layout, words  # noqa: E402
 from tests.support.megatron_runs import ITERATIONS, SNAPSHOT_AT, SNAPSHOTS, Runs  # noqa: E402
 from tests.support.no_pickle import check_holds_no_pickle  # noqa: E402
+from tests.support.warm_host import Request  # noqa: E402
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 

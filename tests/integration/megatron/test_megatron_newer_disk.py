@@ -23,6 +23,8 @@ from tests.support.megatron_jobs import (
     train_alone,
 )
 
+pytestmark = pytest.mark.usefixtures("warm_megatron_trainers")
+
 
 def _installed() -> Path:
     spec = importlib.util.find_spec("megatron")

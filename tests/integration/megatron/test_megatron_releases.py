@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import ROOT
+from tests.support.jobs import ROOT, trainers_with
 from tests.support.megatron_jobs import check_identical, log_of, needs_megatron, packaged
 
 RELEASES = ROOT / ".venv" / "megatron-core"
@@ -26,5 +26,7 @@ def test_an_older_release_survives_a_kill(
     folder = RELEASES / release
     if not folder.is_dir():
         pytest.skip(f"needs megatron-core {release} in {folder}: run scripts/test.sh")
-    job = check_identical(packaged(folder), megatron_corpus, tmp_path)
+    program = packaged(folder)
+    with trainers_with("tests.programs.pretrain_gpt", program.environment(tmp_path)):
+        job = check_identical(program, megatron_corpus, tmp_path)
     assert f"> megatron-core {release}" in log_of(job, 0)

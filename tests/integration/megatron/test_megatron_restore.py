@@ -61,11 +61,11 @@ if find_spec("megatron") is None or find_spec("megatron.training") is None:
 
 from megatron_ft.checkpoint.native import TRACKER, checkpoint_folder  # noqa: E402
 from megatron_ft.megatron.own_checkpoints import SAVING_NOTE  # noqa: E402
-from tests.support.fork_server import ForkServer, Outcome  # noqa: E402
 from tests.support.late_capture import LOAD_FROM, SAVE_AT  # noqa: E402
 from tests.support.megatron_layouts import Layout, words  # noqa: E402
 from tests.support.megatron_programs import EXTERNAL, program  # noqa: E402
 from tests.support.megatron_runs import ITERATIONS, SNAPSHOT_AT, SNAPSHOTS, Runs  # noqa: E402
+from tests.support.warm_host import Outcome, WarmHost  # noqa: E402
 
 # Megatron's own resume is exact only if data loaders leave the generator of dropout alone.
 DP2 = program("dp2", plugin="quiet_data_loaders")
@@ -76,7 +76,7 @@ CHECKPOINTS = words("--save-interval 2 --ckpt-format torch_dist")
 
 @pytest.fixture(scope="module")
 def job(
-    megatron_server: ForkServer, megatron_corpus: Path, tmp_path_factory: pytest.TempPathFactory
+    megatron_server: WarmHost, megatron_corpus: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Runs:
     """A run with a snapshot of iteration 4 and checkpoints of 2, 4, 6 and 8; tests add to it."""
     job = Runs(megatron_server, tmp_path_factory.mktemp("job"), megatron_corpus)

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_ft.core.environment import INCARNATION
 from megatron_ft.core.startup import DEEPSPEED, LOOP
-from megatron_ft.core.startup.sitecustomize import AfterImport, run_hidden
+from megatron_ft.core.startup.sitecustomize import after_import, run_hidden
 
 RANK, ITERATION = "1", 11
 PERMIT_SECONDS = 100.0
@@ -64,6 +64,6 @@ def await_permit(arena: Any) -> None:
 
 if __name__ == "sitecustomize":
     if "RANK" in os.environ and os.environ.get(INCARNATION) == "1":
-        AfterImport(LOOP, hold_megatron).install()
-        AfterImport(DEEPSPEED, hold_deepspeed).install()
+        after_import(LOOP, hold_megatron)
+        after_import(DEEPSPEED, hold_deepspeed)
     run_hidden(os.path.dirname(os.path.abspath(__file__)))

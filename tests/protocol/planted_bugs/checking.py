@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.protocol.planted_bugs.bugs import Bug
 from tests.protocol.planted_bugs.in_child import COPY
 from tests.protocol.planted_bugs.planting import Edit, copy_package, plant
-from tests.support.fork_server import ForkServer, Request
+from tests.support.warm_host import Request, WarmHost
 
 TIMEOUT_SECONDS = 240.0
 ENVIRONMENT = {
@@ -38,7 +38,7 @@ class Finding:
 class Checker:
     """Starts pytest on copies in ``folder``; made by ``open_checker``."""
 
-    def __init__(self, server: ForkServer, folder: Path) -> None:
+    def __init__(self, server: WarmHost, folder: Path) -> None:
         self._server, self._folder, self._runs = server, folder, 0
 
     def check(self, tests: Iterable[str], edits: tuple[Edit, ...] = ()) -> Finding:
@@ -76,7 +76,7 @@ def all_passed(output: str) -> bool:
 @contextmanager
 def open_checker(folder: Path) -> Iterator[Checker]:
     """A checker that keeps its copies in ``folder``."""
-    server = ForkServer("tests.protocol.planted_bugs.in_child", {"OMP_NUM_THREADS": "1"})
+    server = WarmHost("tests.protocol.planted_bugs.in_child", {"OMP_NUM_THREADS": "1"})
     try:
         yield Checker(server, folder)
     finally:

@@ -30,7 +30,7 @@ from tests.support.campaign.plan import SCHEMES, JobPlan, jobs
 from tests.support.campaign.rule import OUTCOMES
 from tests.support.campaign.run import EpisodeResult, Limits, run_campaign, table
 from tests.support.chaos_cluster import CLUSTER_CLASS
-from tests.support.warm_python import CHAOS, WarmPython
+from tests.support.warm_host import WarmHost
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,7 +65,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.job is not None:
         plans = itertools.islice(plans, arguments.job, arguments.job + 1)
     folder = Path(tempfile.mkdtemp(prefix="mft-chaos-"))
-    warm = WarmPython(CHAOS)
+    warm = WarmHost()
     limits = Limits(arguments.faults, time.monotonic() + 60 * arguments.minutes)
     results: list[EpisodeResult] = []
 

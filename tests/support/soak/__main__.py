@@ -18,7 +18,7 @@ import msgspec
 from tests.support.soak.flatness import judge
 from tests.support.soak.report import is_good, render
 from tests.support.soak.run import Soak, run
-from tests.support.warm_python import CHAOS, WarmPython
+from tests.support.warm_host import WarmHost
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="mft-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     faults = options.snapshots // 40 if options.faults is None else options.faults
-    server = WarmPython(CHAOS)
+    server = WarmHost()
     try:
         result = run(
             Soak(

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_ft.cli.chaos.trace import VARIABLE
 from megatron_ft.core.startup import DEEPSPEED, LOOP
-from megatron_ft.core.startup.sitecustomize import AfterImport, run_hidden
+from megatron_ft.core.startup.sitecustomize import AfterImport, after_import, run_hidden
 
 OF_DEEPSPEED = "MEGATRON_FT_TRACED_DEEPSPEED"
 """The environment variable that marks a DeepSpeed script."""
@@ -70,11 +70,11 @@ def trace_deepspeed() -> None:
 
 if __name__ == "sitecustomize":
     if OF_DEEPSPEED in os.environ:
-        AfterImport(DEEPSPEED, prepare_deepspeed).install()
+        after_import(DEEPSPEED, prepare_deepspeed)
         if VARIABLE in os.environ:
-            AfterImport(DEEPSPEED, trace_deepspeed).install()
+            after_import(DEEPSPEED, trace_deepspeed)
     else:
         sys.meta_path.insert(0, BeforeImport("megatron", stand_in))
         if VARIABLE in os.environ:
-            AfterImport(LOOP, trace_megatron).install()
+            after_import(LOOP, trace_megatron)
     run_hidden(os.path.dirname(os.path.abspath(__file__)))

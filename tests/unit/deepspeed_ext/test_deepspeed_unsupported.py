@@ -6,22 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import deepspeed_ext
+from deepspeed_ext.unsupported import REFUSALS, config_refusals
+from megatron_ft.config import Source
+from megatron_ft.config.json_section import Section
+from megatron_ft.core.errors import ConfigError
 
-deepspeed_config = pytest.importorskip("deepspeed.runtime.config")
-attachment = pytest.importorskip("deepspeed_ext.attachment")
-
-from deepspeed_ext.unsupported import REFUSALS, config_refusals  # noqa: E402
-from megatron_ft.config import Source  # noqa: E402
-from megatron_ft.config.json_section import Section  # noqa: E402
-from megatron_ft.core.errors import ConfigError  # noqa: E402
-
-pytestmark = pytest.mark.deepspeed
+# Tests import DeepSpeed, not this module: that takes seconds in every worker.
+pytestmark = [
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed"),
+]
 
 PLAIN = {
     "train_micro_batch_size_per_gpu": 1,
@@ -113,7 +113,9 @@ TAKEN = {
 
 def refusals_of(section: dict[str, Any]) -> list[str]:
     """The lines that we answer to a configuration that DeepSpeed takes."""
-    return config_refusals(deepspeed_config.DeepSpeedConfig({**PLAIN, **section}))
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    return config_refusals(DeepSpeedConfig({**PLAIN, **section}))
 
 
 def keys_of(lines: list[str]) -> list[str]:
@@ -128,7 +130,9 @@ def test_refused_by_us(key: str) -> None:
 @pytest.mark.parametrize("key", sorted(REMOVED))
 def test_refused_by_deepspeed_before_us(key: str) -> None:
     """Once it does not, the key belongs to the others."""
-    with pytest.raises(deepspeed_config.DeepSpeedConfigError):
+    from deepspeed.runtime.config import DeepSpeedConfigError
+
+    with pytest.raises(DeepSpeedConfigError):
         refusals_of(REFUSED[key])
 
 
@@ -179,6 +183,8 @@ def test_all_reasons_at_once() -> None:
 
 
 def test_going_on_with_fewer_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed_ext import attachment
+
     monkeypatch.setattr(attachment, "refusals", lambda engine: [])
     folders = {"drain_dir": "/drains", "drain_interval": 1, "drain_export_dir": "/exports"}
     stops = Section(True, Source({**folders, "on_no_spare": "stop"}, str), {})
@@ -190,5 +196,6 @@ def test_going_on_with_fewer_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_no_module_hides_the_public_function() -> None:
     """Importing ``attachment`` binds a name in the package, which must not be ``attach``."""
-    assert attachment.__name__ == "deepspeed_ext.attachment"
+    import deepspeed_ext.attachment
+
     assert callable(deepspeed_ext.attach)

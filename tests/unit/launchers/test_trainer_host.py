@@ -58,6 +58,9 @@ print(json.dumps(dict(
     chance=numpy.random.rand(), seed=torch.initial_seed(),
     fds=len(os.listdir("/proc/self/fd")),
 )), flush=True)
+"""
+ENDS = """
+import os, signal, sys
 how = sys.argv[1]
 if how == "wait":
     signal.pause()
@@ -89,7 +92,8 @@ class Place:
             (package / f"{name}.py").write_text(source)
         customise = "import os, sys\nsys.custom = sys.__dict__.get('custom', []) + "
         (folder / "path" / "sitecustomize.py").write_text(customise + "[os.environ['RANK']]\n")
-        self.script.write_text(PROGRAM)
+        self.script.write_text(PROGRAM + ENDS)
+        (folder / "ends.py").write_text(ENDS)
         search = os.pathsep.join([str(folder / "path"), os.environ["PYTHONPATH"]])
         self.environment = before_script({**os.environ, **VARIABLES, "PYTHONPATH": search})
         room = {trainer_host.ROOM: "x" * (32 << 10), "RANK": "host"}
@@ -103,11 +107,13 @@ class Place:
             start_new_session=True,
         )
 
-    def start(self, *words: str, warm: bool = True, **more: Any) -> subprocess.Popen[str]:
+    def start(
+        self, *words: str, warm: bool = True, script: str = "train.py", **more: Any
+    ) -> subprocess.Popen[str]:
         """The script as a rank's process."""
         client = ["-I", "-S", warm_client.__file__, self.socket, sys.executable] if warm else []
         return subprocess.Popen(
-            [sys.executable, *client, "train.py", *words],
+            [sys.executable, *client, script, *words],
             cwd=self.folder,
             env={**self.environment, "RANK": "3", "CHOSEN": "there", "OMP_NUM_THREADS": "2"},
             stdin=subprocess.PIPE,
@@ -180,10 +186,10 @@ def test_the_client_ends_as_its_child(place: Place, how: str, status: int) -> No
 def test_errors_are_written_as_python_writes_them(place: Place, how: str) -> None:
     ends = []
     for warm in (True, False):
-        process = place.start(how, warm=warm)
+        process = place.start(how, warm=warm, script="ends.py")
         _, err = process.communicate("", WAIT_SECONDS)
         # A forked process has frames of its forerunner outside of the script's.
-        ends.append((process.returncode, err.splitlines()[-1], 'train.py", line' in err))
+        ends.append((process.returncode, err.splitlines()[-1], 'ends.py", line' in err))
     assert ends[0] == ends[1] and ends[0][0] == 1
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
 from megatron_ft.trainer import restore
@@ -24,6 +23,8 @@ WORLD = 2
 
 def build(seed: int) -> dict[str, Any]:
     """The same model on all ranks; rank-local noise beside it."""
+    from torch.distributed.tensor import Shard, distribute_tensor  # it takes seconds
+
     torch.manual_seed(seed)
     model = torch.nn.Linear(127, 255)
     optimizer = torch.optim.Adam(model.parameters())
