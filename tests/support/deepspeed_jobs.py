@@ -63,7 +63,7 @@ BASE: Mapping[str, Any] = {
 
 def kill_held_rank(job: Job) -> None:
     """Kill the trainer that is held in the middle of a step."""
-    os.kill(job.supervisor.trainers.pids()[int(held.RANK)], signal.SIGKILL)
+    os.kill(job.trainers()[int(held.RANK)], signal.SIGKILL)
 
 
 def lose_node_of_held_rank(job: Job) -> None:

@@ -32,7 +32,7 @@ def wait_for(job: Job, kind: str, count: int = 1) -> None:
 
 
 def signal_trainers(job: Job, number: int) -> None:
-    for pid in job.supervisor.trainers.pids():
+    for pid in job.trainers():
         os.kill(pid, number)
 
 

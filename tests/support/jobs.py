@@ -15,6 +15,8 @@ from typing import ClassVar
 
 from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.config import SETTINGS, SnapshotConfig
+from megatron_ft.core import procfs
+from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.core.process_tools import free_port
 from megatron_ft.launchers import trainer_host, warm_client
 from megatron_ft.launchers.process import LocalProcess
@@ -28,7 +30,7 @@ from tests.programs import placed_trainer
 from tests.programs.gated_training import GATE
 from tests.support.networked_cluster import HOST, NetworkedCluster
 from tests.support.node_network import NodeNetwork
-from tests.support.warm_host import WarmHost, warm
+from tests.support.warm_host import WarmHost, is_client, warm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "plain_pytorch.py"
@@ -44,6 +46,13 @@ WAIT_SECONDS = 200.0
 
 Fault = Callable[["Job"], None]
 Result = tuple[dict[int, str], str]
+
+
+def _leads_session(pid: int) -> bool:
+    try:
+        return os.getsid(pid) == pid
+    except ProcessLookupError:
+        return False
 
 
 def _failed(task: asyncio.Task[None]) -> bool:
@@ -287,6 +296,24 @@ class Job:
         while not condition():
             assert asyncio.get_running_loop().time() < deadline, self.story()
             await asyncio.sleep(0.02)
+
+    def trainers(self) -> list[int]:
+        """The process that trains, by rank: not the client that stands for one that was forked."""
+        forked = {}
+        for pid in procfs.own_processes():
+            env = procfs.read_environment(pid)
+            # What a trainer starts inherits its environment, and leads no session.
+            if env.get(JOB) != self.name or "RANK" not in env or is_client(pid):
+                continue
+            if _leads_session(pid):
+                forked[env.get(NODE), env.get("RANK")] = pid
+        pids = self.supervisor.trainers.pids()
+        places = [procfs.read_environment(pid) for pid in pids]
+        # A client that was just started has none yet.
+        return [
+            forked.get((env.get(NODE), env.get("RANK")), pid)
+            for pid, env in zip(pids, places, strict=True)
+        ]
 
     def kinds(self) -> list[str]:
         return [event.kind for event in self.events]

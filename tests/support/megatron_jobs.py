@@ -100,7 +100,7 @@ def train_alone(
 
 
 def kill_held_rank(job: Job) -> None:
-    os.kill(job.supervisor.trainers.pids()[int(held.RANK)], signal.SIGKILL)
+    os.kill(job.trainers()[int(held.RANK)], signal.SIGKILL)
 
 
 def survive_a_kill(

@@ -42,7 +42,7 @@ def kill_at_every_start(job: Job) -> None:
 
 
 def kill_a_trainer(job: Job) -> None:
-    os.kill(job.supervisor.trainers.pids()[int(held.RANK)], signal.SIGKILL)
+    os.kill(job.trainers()[int(held.RANK)], signal.SIGKILL)
 
 
 def fail_thrice(

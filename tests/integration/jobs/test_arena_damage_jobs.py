@@ -122,7 +122,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 def kill_trainers(job: Job) -> None:
-    for pid in job.supervisor.trainers.pids():
+    for pid in job.trainers():
         os.kill(pid, signal.SIGKILL)
 
 
@@ -216,7 +216,7 @@ def test_a_full_tmpfs_keeps_no_trainer_from_its_memory(
                     filler.write(bytes(4096))
             if victim == "SMP and trainer":
                 job.supervisor.members.smps._handles[VICTIM].kill()
-            os.kill(job.supervisor.trainers.pids()[1], signal.SIGKILL)
+            os.kill(job.trainers()[1], signal.SIGKILL)
 
         try:
             job.run((8, strike))

@@ -26,15 +26,15 @@ def test_survivors_keep_their_process(made: list[Job], tmp_path: Path, two: Resu
     pids: list[list[int]] = []
 
     def kill_a_trainer(job: Job) -> None:
-        pids.append(job.supervisor.trainers.pids())
+        pids.append(job.trainers())
         os.kill(pids[0][1], signal.SIGKILL)
 
     def lose_a_node(job: Job) -> None:
-        pids.append(job.supervisor.trainers.pids())
+        pids.append(job.trainers())
         job.cluster.kill_node("n0")
 
     def look(job: Job) -> None:
-        pids.append(job.supervisor.trainers.pids())
+        pids.append(job.trainers())
 
     job.run(
         (8, kill_a_trainer), (18, in_incarnation(2, lose_a_node)), (28, in_incarnation(3, look))
@@ -54,7 +54,7 @@ def test_a_survivor_that_is_stuck_and_a_rank_with_an_error_of_its_own(
     pids: list[list[int]] = []
 
     def kill_a_trainer(job: Job) -> None:
-        pids.append(job.supervisor.trainers.pids())
+        pids.append(job.trainers())
         stuck = Path(f"/proc/{pids[0][0]}/wchan")
         deadline = time.monotonic() + 60.0
         while "pipe_read" not in stuck.read_text():
@@ -63,7 +63,7 @@ def test_a_survivor_that_is_stuck_and_a_rank_with_an_error_of_its_own(
         os.kill(pids[0][1], signal.SIGKILL)
 
     def look(job: Job) -> None:
-        pids.append(job.supervisor.trainers.pids())
+        pids.append(job.trainers())
 
     job.run((10, kill_a_trainer), (20, in_incarnation(2, look)), (30, in_incarnation(3, look)))
     assert not difference(job.result(), two), job.story()

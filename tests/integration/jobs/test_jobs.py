@@ -48,7 +48,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 def kill_rank(rank: int) -> Fault:
-    return lambda job: os.kill(job.supervisor.trainers.pids()[rank], signal.SIGKILL)
+    return lambda job: os.kill(job.trainers()[rank], signal.SIGKILL)
 
 
 def kill_of_node(node: str, module: str) -> Fault:
@@ -193,7 +193,7 @@ def test_a_flipped_byte_is_found_and_rebuilt_from_parity(
                     data = arena.data(slot, writable=True)
                     data[last * arena.geometry.block_bytes - 1] ^= 1
                     del data
-        os.kill(job.supervisor.trainers.pids()[0], signal.SIGKILL)
+        os.kill(job.trainers()[0], signal.SIGKILL)
 
     job = Job(tmp_path, nodes=2, protect="xor:2", block_bytes=4096)
     made.append(job)

@@ -54,7 +54,7 @@ def cut(deaths: Deaths, rank: int, *sides: list[str], one_way: bool = False) -> 
     """Cut one side from another; the writers on the node of ``rank`` are watched."""
 
     def strike(job: Job) -> None:
-        deaths.watch(job.supervisor.trainers.pids()[rank])
+        deaths.watch(job.trainers()[rank])
         deaths.watch(*of_node(job, job.supervisor.members.active[rank], "erasure.worker"))
         network_of(job).cut(*sides, one_way=one_way)
 

@@ -89,7 +89,7 @@ def test_a_suspended_smp_wakes_up_to_nothing_of_its_own(
     job, deaths = new(spares=1, iteration_seconds=0.3), Deaths()
 
     def smp(job: Job) -> list[int]:
-        deaths.watch(job.supervisor.trainers.pids()[1])
+        deaths.watch(job.trainers()[1])
         return of_node(job, "n1", "megatron_ft.smp")
 
     def another(job: Job) -> None:
@@ -139,7 +139,7 @@ def _is_rebuilt(job: Job, node: str) -> bool:
 @pytest.mark.all_layouts
 def test_a_suspended_trainer_is_waited_for(new: Callable[..., Job], two: Result) -> None:
     job = new()
-    trainer = suspend(lambda job: [job.supervisor.trainers.pids()[1]], after(6.0))
+    trainer = suspend(lambda job: [job.trainers()[1]], after(6.0))
     job.run((8, trainer))
     assert job.kinds().count("trainers_started") == 1, job.story()
     assert not difference(job.result(), two), job.story()
@@ -152,8 +152,8 @@ def test_a_suspended_trainer_of_an_earlier_incarnation_never_wakes_up(
     job, deaths = new(spares=1), Deaths()
 
     def trainer(job: Job) -> list[int]:
-        deaths.watch(job.supervisor.trainers.pids()[1])
-        return [job.supervisor.trainers.pids()[1]]
+        deaths.watch(job.trainers()[1])
+        return [job.trainers()[1]]
 
     def another_is_lost(job: Job) -> bool:
         if job.cluster.reachable("n0"):

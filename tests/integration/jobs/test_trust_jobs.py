@@ -132,7 +132,7 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
             del data, parity
         view.update(shown(job, repaired_in_a_pass))
         # The repaired snapshot is the newest: a trainer that dies now must get the right bytes.
-        os.kill(job.supervisor.trainers.pids()[0], signal.SIGKILL)
+        os.kill(job.trainers()[0], signal.SIGKILL)
         pause(job, False)
 
     def rewind(job: Job) -> None:
@@ -191,7 +191,7 @@ def test_more_blocks_than_one_report_lists_are_repaired_one_report_after_the_oth
             wait_until(lambda: np.array_equal(data, before[0]), job)
             wait_until(lambda: np.array_equal(parity, before[1]), job)
         shown(job, lambda view: view["summary"]["blocks"]["damaged_shards"] == 0)
-        os.kill(job.supervisor.trainers.pids()[1], signal.SIGKILL)
+        os.kill(job.trainers()[1], signal.SIGKILL)
         pause(job, False)
 
     try:
@@ -223,7 +223,7 @@ def test_more_damage_than_parity_counts_as_lost_and_is_not_restored(
                 del data, parity
         job.supervisor.coordinator.scrub_percent = 50.0
         wait_for(job, "not_repaired")
-        os.kill(job.supervisor.trainers.pids()[0], signal.SIGKILL)
+        os.kill(job.trainers()[0], signal.SIGKILL)
         pause(job, False)
 
     try:
@@ -312,7 +312,7 @@ def test_trainers_that_decline_what_was_announced_are_told_of_once(tmp_path: Pat
         iteration_seconds=0.1,
     )
     try:
-        job.run((8, lambda job: os.kill(job.supervisor.trainers.pids()[1], signal.SIGKILL)))
+        job.run((8, lambda job: os.kill(job.trainers()[1], signal.SIGKILL)))
     finally:
         job.cluster.destroy()
     (offered, _), (told,) = job.restores()[0], [e for e in job.events if e.kind == "declined"]

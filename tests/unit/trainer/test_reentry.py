@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.deepspeed_cells import Cell, zero
-from tests.support.fork_server import Request
 from tests.support.reentries import ENTRIES
+from tests.support.warm_host import Request
 
 USAGE = re.compile(r"descriptors=(\d+), threads=(\d+), kilobytes=(\d+), objects=(\d+)")
 
