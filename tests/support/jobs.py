@@ -260,7 +260,8 @@ class Job:
     def _notice(self, event: JobEvent) -> None:
         self.events.append(event)
         try:
-            self.at_event.pop(event.kind, lambda job: None)(self)
+            if (fault := self.at_event.pop(event.kind, None)) is not None:
+                fault(self)
         except Exception as error:
             # A fault that could not strike: the job continues, and its test must not.
             self.failed_fault = error
