@@ -15,6 +15,9 @@ from tests.support.fates import in_incarnation
 from tests.support.jobs import Job, Result, difference, oracle
 from tests.support.warm_host import is_client
 
+ANEW = {"MEGATRON_FT_RESTART": "new-process"}
+"""Survivors are ended too, so that each rank is forked again."""
+
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
 
@@ -48,7 +51,7 @@ def host_of(job: Job, node: str) -> int:
 def test_a_job_loses_trainers_a_host_and_a_node_and_nothing_changes(
     made: list[Job], tmp_path: Path, two: Result
 ) -> None:
-    job = Job(tmp_path, nodes=2, spares=1, own_hosts=True)
+    job = Job(tmp_path, nodes=2, spares=1, own_hosts=True, environment=ANEW)
     made.append(job)
     hosts: list[int] = []
     shown: list[tuple[str, dict[str, Any]]] = []
