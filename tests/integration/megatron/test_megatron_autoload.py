@@ -217,7 +217,8 @@ if __name__ == "__main__":
     found = [getattr(training, name) for name in names] + [arguments.add_megatron_arguments]
     assert all(hasattr(f, "__wrapped__") and not hasattr(f.__wrapped__, "__wrapped__")
                for f in found[:3]), "each is wrapped once"
-    assert inspect.unwrap(pretrain).__globals__ is vars(training), "called by name in the module that is wrapped"
+    own = pretrain.__wrapped__.__globals__
+    assert own is vars(training), "called by name in the module that is wrapped"
     import megatron_ft.megatron
     megatron_ft.megatron.install()
     assert found[:3] == [getattr(training, name) for name in names], "wrapped again"
