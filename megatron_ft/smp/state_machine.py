@@ -259,13 +259,15 @@ class NodeMachine:
         snapshot = message.snapshot
         self._record_newest(snapshot)
         for shard_id, slots in self.shards.items():
+            begun = slots.find(snapshot) is not None
             self._revoke(slots, snapshot)
             if slots.promised(snapshot):
                 self._report(m.SlotFreed(shard_id, snapshot))
             trainer, encoder = shard_id in self.trainers, bool(self.world)
             slots.abort(snapshot, trainer_alive=trainer, encoder_alive=encoder)
-            # Also where the slot is free already: a trainer may wait for the outcome.
-            self._emit(ToTrainer(shard_id, m.SnapshotOutcome(snapshot, "aborted")))
+            if begun:
+                # Also where the slot is free already: a trainer may wait for the outcome.
+                self._emit(ToTrainer(shard_id, m.SnapshotOutcome(snapshot, "aborted")))
 
     def _revoke(self, slots: ShardSlots, snapshot: SnapshotId) -> None:
         """Make the permit void before the trainer's eyes."""

@@ -55,7 +55,7 @@ class Job:
     async def begin(self, smps: list[SmpNode]) -> None:
         for name, node in zip(NAMES, smps, strict=True):
             self.of.connect(name, await node.endpoint())
-        assert list(await admit(self.of, self.incarnation, NAMES)) == list(NAMES)
+        assert list(await admit(self.of, self.incarnation, NAMES, {})) == list(NAMES)
         requests = {n: create(f"dp{n}", self.incarnation) for n in NAMES}
         await self.of.ask_all({n: m.Adopt(self.incarnation, (), None) for n in NAMES})
         await self.of.ask_all(requests)

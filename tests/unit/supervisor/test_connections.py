@@ -187,7 +187,7 @@ def test_a_node_that_makes_an_arena_is_not_lost() -> None:
         coordinator.link_type = Busy
         coordinator.connect("n0", NOBODY)
         try:
-            assert list(await admit(coordinator, 1, ["n0"])) == ["n0"]
+            assert list(await admit(coordinator, 1, ["n0"], {})) == ["n0"]
         finally:
             await coordinator.close()
 

@@ -239,7 +239,7 @@ def test_an_smp_tells_what_it_has_and_shows_it(tmp_path: Path) -> None:
         endpoint = await node.endpoint()
         of = coordinator(heartbeat=0.02)
         of.connect("node0", endpoint)
-        await admit(of, 1, ["node0"])
+        await admit(of, 1, ["node0"], {})
         await until_quiet(of)
         assert any(lease.summary for lease in Leases.seen)
         status = await asyncio.to_thread(ask, node.environment.socket, m.StatusRequest())
