@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 import torch
 
+from megatron_ft import run_resilient
 from megatron_ft.cli.chaos.trace import VARIABLE, TraceWriter, final_path
 from megatron_ft.cli.demo import final_state
 from megatron_ft.core.environment import INCARNATION
@@ -63,7 +64,7 @@ def main() -> None:
     example = module_from_spec(spec)
     spec.loader.exec_module(example)
     TracedExample(example, Path(os.environ[VARIABLE]))
-    example.main()
+    run_resilient(example.main)
 
 
 if __name__ == "__main__":
