@@ -3,7 +3,7 @@
     python -m benchmarks [capture] [coding] [stripes] [training] [--mib 512] [--rounds 7]
                          [--arenas FOLDER] [--job-seconds 900] [--markdown FILE] [--json FILE]
     python -m benchmarks --peers [--minutes 12] [--only WAY]...
-    python -m benchmarks restart [--seeds 20] [--only TRAINING]...
+    python -m benchmarks restart [--seeds 20] [--only TRAINING]... | [--soak 200]
 
 Figures are ratios within one run: a yardstick and what is compared with it take turns, and
 the median of the rounds counts.  Leave the machine alone meanwhile.  --peers installs other
@@ -33,6 +33,7 @@ from benchmarks.peers.catalogue import WAYS
 from benchmarks.restart import measure as restarts
 from benchmarks.stripe import rows as stripes
 from benchmarks.table import Row, as_json, markdown
+from tests.support.soak import __main__ as soak
 
 VECTORS = ("avx2", "avx512bw", "vpclmulqdq", "gfni")
 """Instructions that copies, CRCs and parity use where they are there, as Linux calls them."""
@@ -94,6 +95,9 @@ def _peers(options: argparse.Namespace) -> int:
 
 def _restart(options: argparse.Namespace) -> int:
     """Restarts after faults; 1 if a limit is missed or one of them could not be measured."""
+    if options.soak:
+        shape = ["--nodes", "4", "--ranks-per-node", "1", "--spares", "1"]
+        return soak.main(["--restarts", str(options.soak), *shape])
     place, report = _place(_where("cpu")), restarts.Report(options.seeds)
     try:
         for way in options.only or restarts.WAYS:
@@ -127,6 +131,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=12, help="for --peers (12)")
     ways = [*WAYS, *restarts.WAYS]
     parser.add_argument("--only", action="append", choices=ways, help="of --peers, or of restart")
+    parser.add_argument("--soak", type=int, default=0, help="restart: so many in a row")
     parser.add_argument("--seeds", type=int, default=20, help="for restart (20)")
     parser.add_argument(
         "--arenas",

@@ -24,6 +24,7 @@ from megatron_ft.core import fault_points
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.fault_plan import PLAN_NAME
 from megatron_ft.core.scheme import Scheme
+from megatron_ft.launchers import trainer_host
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.supervisor.events import JobEvent
@@ -218,6 +219,8 @@ def role_of_command(argv: Sequence[str]) -> str:
     module = words[1] if words[:1] == ["-m"] else ""
     if module == "megatron_ft.smp":
         return "smp"
+    if words[:1] == [trainer_host.__file__]:
+        return "host"
     return "drain" if module.startswith("megatron_ft.checkpoint.") else "trainer"
 
 

@@ -56,6 +56,10 @@ class Trace:
         line = json.dumps({"iteration": iteration, **values}) + "\n"
         os.write(self._descriptor, line.encode())
 
+    def close(self) -> None:
+        """Write no more: a process that restarts in itself opens another one."""
+        os.close(self._descriptor)
+
     def started(self, iteration: int) -> None:
         """Record from which iteration this process of the rank starts, and when."""
         if self._starts is not None:

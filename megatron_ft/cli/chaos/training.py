@@ -1,6 +1,6 @@
 """A small data-parallel training that writes down, for every rank and iteration, what it had.
 
-    python -m megatron_ft.cli.chaos.training --iterations N --seconds S [--stop FILE]
+    python -m megatron_ft.cli.chaos.training --iterations N --seconds S [--stop FILE] [--resilient]
 
 `megatron-ft chaos` trains this unless it is given a command.  Everything that can go wrong in a
 restore shows in the digests: weights and moments that all ranks share, a buffer and random
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ft import SnapshotConfig, SnapshotManager
+from megatron_ft import SnapshotConfig, SnapshotManager, run_resilient
 from megatron_ft.cli.chaos.trace import Trace
 from megatron_ft.trainer.mapping import MappingState
 from megatron_ft.trainer.state import RngState
@@ -69,16 +69,35 @@ def digest(state: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Train to the last iteration, or until the file to stop is there."""
+    """Train; with --resilient survivors of a failure restart in their process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--iterations", type=int, required=True)
     parser.add_argument("--seconds", type=float, default=0.0, help="shortest iteration")
     parser.add_argument("--stop", type=Path, help="file at which training ends")
+    parser.add_argument("--resilient", action="store_true", help="restart in process")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.resilient:
+        run_resilient(lambda: enter(options))
+    else:
+        enter(options)
+
+
+def enter(options: argparse.Namespace) -> None:
+    """Join the other ranks, and train with a trace."""
     dist.init_process_group("gloo")
+    trace = Trace.from_env(dist.get_rank())
+    try:
+        train(options, trace)
+    finally:
+        trace.close()
+    dist.destroy_process_group()
+
+
+def train(options: argparse.Namespace, trace: Trace) -> None:
+    """Train to the last iteration, or until the file to stop is there."""
     rank = dist.get_rank()
-    state, trace = build(rank), Trace.from_env(rank)
+    state = build(rank)
     iteration, snapshots = 0, None
     if "MEGATRON_FT_JOB" in os.environ and "MEGATRON_FT_NODE_DIR" in os.environ:
         replicated = {"model": dist.group.WORLD, "optimizer": dist.group.WORLD}
@@ -98,7 +117,6 @@ def main() -> None:
         time.sleep(max(0.0, started + options.seconds - time.monotonic()))
     if snapshots is not None:
         snapshots.close()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 
 from megatron_ft.cli.chaos.follow import Follower
 from megatron_ft.cli.chaos.inject import RETURN_SECONDS, Injector, role_of, send
-from megatron_ft.cli.chaos.job import JobFile
+from megatron_ft.cli.chaos.job import ChaosCluster, JobFile
 from megatron_ft.core import procfs
-from megatron_ft.core.environment import JOB, NODE
+from megatron_ft.core.environment import HOST_SOCKET_NAME, JOB, NODE
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask, sockets
@@ -19,8 +19,10 @@ from tests.support.chaos_cluster import EquippedCluster
 from tests.support.damage import arenas, damage
 from tests.support.soak import plan as p
 from tests.support.soak.plan import SoakFault
+from tests.support.warm_host import is_client
 
 SOAK_CLUSTER = "tests.support.soak.inject:SoakCluster"
+RESTART_CLUSTER = "tests.support.soak.inject:RestartCluster"
 
 
 class SoakCluster(EquippedCluster):
@@ -35,11 +37,18 @@ class SoakCluster(EquippedCluster):
         return role == "trainer" and super().forks(role)
 
 
+class RestartCluster(ChaosCluster):
+    """A cluster whose trainers start as a user's do."""
+
+    def check_world(self, ranks: int) -> None:
+        """The soak of snapshots tries MPI."""
+
+
 def roles(job: str) -> list[tuple[str, int]]:
-    """Role and number of every SMP, encoder and trainer of a job that runs."""
+    """Role and number of every SMP, encoder, trainer host and trainer of a job that runs."""
     environments = {pid: procfs.read_environment(pid) for pid in procfs.own_processes()}
     ours = {pid: e for pid, e in environments.items() if e.get(JOB) == job and NODE in e}
-    return [(role_of(variables), pid) for pid, variables in ours.items()]
+    return [(role_of(variables), pid) for pid, variables in ours.items() if not is_client(pid)]
 
 
 class SoakInjector(Injector):
@@ -59,6 +68,18 @@ class SoakInjector(Injector):
         ranks = sorted(self.pids("trainer", node))
         send(ranks[fault.local : fault.local + 1], signal.SIGKILL)
         return f"trainer {fault.local} of {node} killed"
+
+    async def _trainers(self, node: str, fault: SoakFault) -> str:
+        self.kill("trainer")
+        return "all trainers killed"
+
+    async def _host(self, node: str, fault: SoakFault) -> str:
+        self.kill("host", node)
+        return f"the host of {node} killed; {await self._trainer(node, fault)}"
+
+    async def _unreachable(self, node: str, fault: SoakFault) -> str:
+        (self.cluster.node_dir(node) / HOST_SOCKET_NAME).unlink(missing_ok=True)
+        return f"the host of {node} without its socket; {await self._trainer(node, fault)}"
 
     async def _smp(self, node: str, fault: SoakFault) -> str:
         self.kill("smp", node)
@@ -101,6 +122,9 @@ class SoakInjector(Injector):
 
     _ACTIONS: dict[str, Callable[[SoakInjector, str, SoakFault], Awaitable[str]]] = {
         p.TRAINER: _trainer,
+        p.TRAINERS: _trainers,
+        p.HOST: _host,
+        p.UNREACHABLE: _unreachable,
         p.SMP: _smp,
         p.ENCODER: _encoder,
         p.NODE: _node,

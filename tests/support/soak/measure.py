@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROLES = ("supervisor", "smp", "encoder", "trainer")
+RESTARTED_ROLES = ("supervisor", "smp", "host", "trainer")
+"""Of restarts in a row: no encoder lives long enough to be judged."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 TRAINER, SMP, ENCODER = "trainer killed", "SMP killed", "encoder killed"
 NODE, RETURNED = "node lost", "node lost, back with its memory"
 PAUSED, FLIPPED = "paused and resumed", "bit flipped"
+TRAINERS, HOST = "all trainers killed", "trainer and its host killed"
+UNREACHABLE = "trainer killed, its host unreachable"
 KINDS = (TRAINER, SMP, ENCODER, NODE, RETURNED, PAUSED, FLIPPED)
+
+RESTARTS = (TRAINER, TRAINER, TRAINER, TRAINERS, HOST, UNREACHABLE, NODE)
+"""Faults of restarts in a row, by how often they come.  Survivors restart in process, those that
+were killed warm, behind a host that cannot be reached cold."""
 
 QUIET_SHARE = 0.1
 """The first and the last part of the snapshots are left alone."""
@@ -40,4 +46,15 @@ def plan(
     return tuple(
         SoakFault(at, kind, chance.randrange(nodes), chance.randrange(ranks_per_node))
         for at, kind in zip(times, kinds[:faults], strict=True)
+    )
+
+
+def restarts(seed: int, count: int, nodes: int, ranks_per_node: int) -> tuple[SoakFault, ...]:
+    """Faults one after the other, as soon as the job could lose a node again."""
+    chance = random.Random(f"restarts {seed}")
+    return tuple(
+        SoakFault(
+            0, chance.choice(RESTARTS), chance.randrange(nodes), chance.randrange(ranks_per_node)
+        )
+        for _ in range(count)
     )

@@ -43,6 +43,7 @@ def _story(result: Result) -> list[str]:
         ("given up", sum(counts[kind] for kind in ENDS[1:])),
         *((f"fault: {kind}", number) for kind, number in sorted(result.faults.items())),
         *((name, number) for name, number in sorted(counts.items()) if "restored" in name),
+        *((f"ranks restarted {kind}", number) for kind, number in result.restarts.items()),
         ("damage found, shards", counts["corrupt"]),
         ("incarnations (starts of all trainers)", counts["trainers_started"]),
         ("iterations", result.iterations),

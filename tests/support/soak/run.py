@@ -16,9 +16,9 @@ from megatron_ft.cli.chaos.job import TRAINING_MODULE, ChaosSettings, JobFile
 from megatron_ft.cli.chaos.runner import oracle_traces
 from megatron_ft.cli.chaos.trace import differences, gaps, read_traces
 from tests.support.chaos_cluster import CLUSTER_CLASS
-from tests.support.soak.inject import SOAK_CLUSTER, SoakInjector, roles
+from tests.support.soak.inject import RESTART_CLUSTER, SOAK_CLUSTER, SoakInjector, roles
 from tests.support.soak.measure import Sample, sample_all
-from tests.support.soak.plan import SoakFault, plan
+from tests.support.soak.plan import SoakFault, plan, restarts
 
 ENDS = ("committed", "aborted", "dropped")
 """Events that end a snapshot: every one that was permitted comes to one of these."""
@@ -34,7 +34,8 @@ class Soak:
 
     ``limit`` is how long the job may take for any one thing, ``minutes`` how long all of it
     lasts before it is told to end; ``every`` is snapshots between samples, and ``calm`` how many
-    samples there must be after the last fault.
+    samples there must be after the last fault.  With ``restarts`` faults are those of restarts in a
+    row, and trainers start as a user's do.
     """
 
     folder: Path
@@ -42,6 +43,7 @@ class Soak:
     nodes: int = 8
     ranks_per_node: int = 2
     spares: int = 2
+    restarts: bool = False
     protect: str = "rs:3+1"
     faults: int = 25
     seed: int = 0
@@ -55,12 +57,14 @@ class Soak:
 
     def plan(self) -> tuple[SoakFault, ...]:
         """The faults."""
+        if self.restarts:
+            return restarts(self.seed, self.faults, self.nodes, self.ranks_per_node)
         return plan(self.seed, self.snapshots, self.faults, self.nodes, self.ranks_per_node)
 
     def job(self) -> JobFile:
         """The job, which captures every iteration that it can."""
         words = ["--iterations", ENOUGH_ITERATIONS, "--seconds", self.iteration_seconds]
-        words += ["--stop", self.folder / "stop"]
+        words += ["--stop", self.folder / "stop", *["--resilient"] * self.restarts]
         return JobFile(
             name=f"soak-{os.getpid()}-{time.monotonic_ns() % 10**6}",
             folder=str(self.folder),
@@ -71,7 +75,8 @@ class Soak:
             ranks_per_node=self.ranks_per_node,
             snapshot_interval=1,
             lease=LEASE_SECONDS,
-            cluster_class=SOAK_CLUSTER,
+            warm_start=self.restarts,
+            cluster_class=RESTART_CLUSTER if self.restarts else SOAK_CLUSTER,
             warm=self.warm,
             trace=str(self.folder / "trace"),
         )
@@ -84,6 +89,7 @@ class Result:
     soak: Soak
     counts: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
+    restarts: Counter[str] = field(default_factory=Counter)
     samples: list[Sample] = field(default_factory=list)
     iterations: int = 0
     seconds: float = 0.0
@@ -194,6 +200,8 @@ class _Running:
             if kind == "committed":
                 self._result.counts[f"committed {event['level']}"] += 1
                 self._newest_protected = event["level"] == "protected"
+            if kind == "recovered":
+                self._result.restarts.update({k: len(r) for k, r in event["starts"].items()})
             if kind == "restoring":
                 self._result.counts[f"restored from {event.get('source', '?')}"] += 1
         self._counted = len(self._follower.events)
