@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import time
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -94,8 +93,12 @@ def note_imports() -> None:
             private_files.rewrite_file(Path(os.environ[NODE_DIR], IMPORTS_NAME), names)
 
 
-_open: weakref.WeakSet[SnapshotManager] = weakref.WeakSet()
-"""Managers of this process that were not closed."""
+_open: set[SnapshotManager] = set()
+"""Managers of this process that were not closed.
+
+They are kept alive here: a training function that was interrupted has dropped its own, whose
+copy thread still maps the arena.
+"""
 
 
 def _close_all() -> None:

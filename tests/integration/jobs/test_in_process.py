@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -70,3 +71,16 @@ def test_a_survivor_that_is_stuck_and_a_rank_with_an_error_of_its_own(
     first, second, third = pids
     assert not set(first) & set(second), "rank 0 held the interpreter and could not let go"
     assert second[0] == third[0] and second[1] != third[1], job.story()
+
+
+def test_an_arena_is_unmapped_when_the_training_function_has_dropped_its_manager(
+    made: list[Job], tmp_path: Path
+) -> None:
+    """An interruption ends the frame that alone has held it; its copy thread maps the arena."""
+    job = Job(tmp_path, nodes=2)
+    made.append(job)
+    training = ("megatron_ft.cli.chaos.training", "--iterations", "40", "--seconds", "0.05")
+    job.command = (sys.executable, "-m", *training, "--resilient")
+    job.run((8, lambda job: os.kill(job.trainers()[1], signal.SIGKILL)))
+    kept = [event.fields["in_process"] for event in job.events if event.kind == "trainers_started"]
+    assert kept == [[], [0]], job.story()
