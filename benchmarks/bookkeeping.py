@@ -33,7 +33,7 @@ class Program:
 
     @property
     def installed(self) -> bool:
-        """Whether it can run here."""
+        """True if this method can run here."""
         try:
             return not self.module or find_spec(self.module) is not None
         except ModuleNotFoundError:  # of a package above

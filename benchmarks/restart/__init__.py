@@ -1,1 +1,1 @@
-"""How long training stands after a fault, by framework, and beside torchrun's own restart."""
+"""Measures the time from a fault to the next iteration, by framework and of torchrun."""

@@ -27,7 +27,7 @@ of the last rank; parts are medians. torchrun starts the plain loop again from i
 
 
 class Report:
-    """What was measured so far, and why something was not."""
+    """Results so far, and the reason for each training that was not measured."""
 
     def __init__(self, seeds: int) -> None:
         self._seeds = seeds

@@ -29,7 +29,7 @@ PACKAGE = "nvidia_resiliency_ext"
 
 
 def installed() -> bool:
-    """Whether it can be measured."""
+    """True if the package is installed."""
     return find_spec(PACKAGE) is not None
 
 

@@ -144,7 +144,7 @@ class _Faulted:
 
 
 def kept(lines: Sequence[TraceLine], incarnation: int) -> bool:
-    """Whether a rank's process trained in this incarnation and in the one after it."""
+    """True if a rank's process trained in this incarnation and in the one after it."""
     before = [line.pid for line in lines if line.incarnation <= incarnation]
     after = [line.pid for line in lines if line.incarnation > incarnation]
     return before[-1:] == after[:1] != []

@@ -53,7 +53,7 @@ def _line(training: str, fault: str, ones: Sequence[Restart]) -> tuple[str, ...]
 
 
 def limits(found: Sequence[Restart]) -> list[Row]:
-    """What the restarts of our own trainings are held against."""
+    """Rows of other projects, for comparison."""
     rows = []
     for (training, fault), ones in _groups(found):
         if (held := TRAININGS.get(training)) is None:

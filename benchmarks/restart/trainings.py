@@ -37,7 +37,7 @@ class Training:
 
     @property
     def installed(self) -> bool:
-        """Whether it can run here."""
+        """True if this training can run here."""
         return find_spec(self.package) is not None
 
     def settings(self, seed: int) -> DemoSettings:

@@ -95,7 +95,7 @@ def _noted(arguments: argparse.Namespace) -> bool:
 
 
 def _move(path: Path, request: m.Evacuate) -> dict[str, Any]:
-    """What the job's summary says of this very request; {} if nothing yet."""
+    """Entry of this request in the job's summary; {} if there is none yet."""
     summary = ask(path, m.StatusRequest()).summary
     moves = json.loads(summary).get("moves", {}) if summary else {}
     found: dict[str, Any] = moves.get(request.node, {})

@@ -117,7 +117,7 @@ class ArenaReport(msgspec.Struct, frozen=True):
 class Inventory(Message, frozen=True):
     """Answer to Admit: all that the node holds, after its older writers have gone.
 
-    ``kept`` are the ranks whose process lives, is no writer any more and waits for Reenter.
+    ``kept`` are the ranks whose process was released as a writer and waits for Reenter.
     ``damaged`` are arena files of this job that cannot be read; they count as lost and may
     be replaced.  ``foreign`` are those of another job or format, which may not.
     """

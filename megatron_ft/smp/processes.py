@@ -162,7 +162,7 @@ class Writers:
             ) from error
 
     def release(self, writer: WriterProcess) -> None:
-        """Watch a process no more that lives and provably writes no more in this role."""
+        """End the watch of a running process that provably writes no more in this role."""
         self._end(writer)
 
     def gone(self, writer: WriterProcess) -> asyncio.Event:

@@ -264,7 +264,7 @@ class TrainerFleet:
         self._hosts = TrainerHosts(launcher, spec.command, spec.log_dir)
 
     def survivors(self) -> dict[str, list[int]]:
-        """Ranks whose process lives and can restart in process, by node."""
+        """Ranks that run and can restart in process, by node."""
         found: dict[str, list[int]] = {}
         for rank in sorted(self.restartable):
             if self._handles[rank].alive():

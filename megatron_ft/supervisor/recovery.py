@@ -53,7 +53,7 @@ class RestorePlan:
     """A decision, where shards live now, and the new lineage.
 
     ``disk`` is set where the snapshot comes from a drained checkpoint; ``kept`` are ranks whose
-    process lives, has let go of its arenas and waits to train again; ``decided`` is when this was
+    process was released and waits to train again; ``decided`` is when this was
     decided.
     """
 

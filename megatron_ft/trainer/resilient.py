@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import closing
 from typing import Any, TypeVar
 
 import torch
@@ -60,7 +60,7 @@ def run_resilient(train: Callable[[], Result]) -> Result:
     if client is None:
         return train()
     rendezvous.install()
-    with client:
+    with closing(client):
         while True:
             try:
                 with client.interrupter:
@@ -164,17 +164,6 @@ class RestartClient:
         self._thread.join(ANNOUNCE_SECONDS)
         os.close(self._wake_read)
         os.close(self._wake_write)
-
-    def __enter__(self) -> RestartClient:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _serve(self) -> None:
         identity = f"restart-{self._rank}-{os.getpid()}".encode()

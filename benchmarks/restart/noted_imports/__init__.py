@@ -25,7 +25,7 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def noted(trace: Path) -> list[float]:
-    """When a trainer that traces into this folder had imported torch."""
+    """Times at which trainers that trace into this folder had imported torch."""
     path = trace / NOTES
     lines = path.read_text().splitlines() if path.exists() else []
     return [float(json.loads(line)["at"]) for line in lines]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROLES = ("supervisor", "smp", "encoder", "trainer")
 RESTARTED_ROLES = ("supervisor", "smp", "host", "trainer")
-"""Of restarts in a row: no encoder lives long enough to be judged."""
+"""Processes that a soak of restarts judges; encoders end too soon for that."""
 
 
 @dataclass(frozen=True)
