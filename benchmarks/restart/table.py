@@ -53,7 +53,7 @@ def _line(training: str, fault: str, ones: Sequence[Restart]) -> tuple[str, ...]
 
 
 def limits(found: Sequence[Restart]) -> list[Row]:
-    """Rows of other projects, for comparison."""
+    """Rows that hold the times of each training against its limits."""
     rows = []
     for (training, fault), ones in _groups(found):
         if (held := TRAININGS.get(training)) is None:
