@@ -387,9 +387,9 @@ class Child:
         for name, (soft, hard) in given["limits"].items():
             resource.setrlimit(getattr(resource, name), (soft, hard))
         os.sched_setaffinity(0, given["affinity"])
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+        for number, handler in {**usual, signal.SIGINT: signal.default_int_handler}.items():
+            signal.signal(number, signal.SIG_IGN if number in given["ignored"] else handler)
 
     def _show(self) -> None:
         """Have the request's arguments and variables, also for readers of /proc."""

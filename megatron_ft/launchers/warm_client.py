@@ -29,6 +29,7 @@ ANSWER_SECONDS = 60.0
 STATUS_SECONDS = 5.0
 """Longest wait for a status after the end; a host that has died or is stopped gives none."""
 PEER = (socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+IGNORABLE = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT")
 
 
@@ -49,6 +50,7 @@ def request_of(command: list[str]) -> bytes:
             "umask": umask,
             "limits": limits,
             "affinity": sorted(os.sched_getaffinity(0)),
+            "ignored": [n for n in IGNORABLE if signal.getsignal(n) == signal.SIG_IGN],
         }
     ).encode()
 

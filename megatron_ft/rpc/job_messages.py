@@ -89,12 +89,13 @@ class Unhold(Message, frozen=True):
 class Admit(Message, frozen=True):
     """A new incarnation asks to take over: older writers are gone before it is answered.
 
-    Restartable trainers of the ranks in ``keep`` may let go of their arenas; all others are killed.
+    Restartable trainers of ``survivors``, which are ranks, may let go of their arenas; all others
+    are killed.
     """
 
     incarnation: Count
     seconds: Seconds
-    keep: tuple[Count, ...] = ()
+    survivors: tuple[Count, ...] = ()
 
 
 class ArenaReport(msgspec.Struct, frozen=True):

@@ -155,7 +155,7 @@ class ControlServer:
         self._keep_folder()
         service.change_state(highest_incarnation=request.incarnation)
         reach("smp.admitting")
-        kept = await service.survivors.let_go(request.incarnation, request.keep)
+        kept = await service.survivors.let_go(request.incarnation, request.survivors)
         while older := [w for w in service.writers.all() if w.pid not in kept.values()]:
             await service.kill_writers(older)
         if identity == service.events.coordinator:

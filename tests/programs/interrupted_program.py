@@ -1,6 +1,6 @@
 """Two ranks whose training functions stand still in many ways, and are interrupted there.
 
-Run by tests/unit/trainer/test_interrupt.py: ``main`` with the number of rounds.
+Run by tests/unit/trainer/test_interrupt.py: ``main`` with the number of rounds and some ways.
 """
 
 from __future__ import annotations
@@ -220,9 +220,17 @@ def main() -> None:
         seconds = interrupted(interrupter, train, chance.random() * 0.02)
         tear_down(settings)
         print(f"{train.__name__} {seconds:.3f} {usage()}", flush=True)
-        meeting.add(f"done-{number}", 1)
-        while int(meeting.add(f"done-{number}", 0)) < 2:
-            time.sleep(0.001)
+        await_both(meeting, f"done-{number}")
+    meeting.add("left", 1)
+    while rank == 0 and int(meeting.add("left", 0)) < 2:  # it serves the store
+        time.sleep(0.001)
+
+
+def await_both(meeting: dist.TCPStore, name: str) -> None:
+    """Return when both ranks have come here."""
+    meeting.add(name, 1)
+    while int(meeting.add(name, 0)) < 2:
+        time.sleep(0.001)
 
 
 def interrupted(interrupter: Interrupter, train: Callable[[], None], delay: float) -> float:

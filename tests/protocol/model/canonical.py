@@ -327,7 +327,7 @@ class _Describer:
             self.worlds.get(get("who") or "", 0),
             self._lost(node, get("stripes") or ()),
             get("left"),
-            isinstance(message, m.Admit) and message.keep != (),
+            isinstance(message, m.Admit) and message.survivors != (),
         )
 
     def _lost(self, node: Node, stripes: Iterable[m.StripeOrder]) -> View:

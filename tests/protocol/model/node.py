@@ -389,7 +389,7 @@ class SmpSteps:
         if request.incarnation <= node.machine.highest_incarnation:
             return m.Refused("StaleIncarnationError", "")
         node.highest = request.incarnation
-        self.fence(node, request.keep)
+        self.fence(node, request.survivors)
         node.restore = None
         node.expired = node.late = False
         node.machine.admit(request.incarnation)

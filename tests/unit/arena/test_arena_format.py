@@ -96,7 +96,13 @@ def test_slot_header_by_hand(arena_bytes: bytes) -> None:
 
 def test_permit_and_progress_by_hand(arena_bytes: bytes) -> None:
     permit = newest_copy(arena_bytes, 20480, 2048, kind=3, index=0)
-    assert permit == {"snapshot": [7, 92], "iteration": 1240, "slot": 0, "revoked": True}
+    assert permit == {
+        "snapshot": [7, 92],
+        "iteration": 1240,
+        "slot": 0,
+        "revoked": True,
+        "stay": 0.0,
+    }
     assert newest_copy(arena_bytes, 24576, 2048, kind=4, index=0) == 1239
 
 

@@ -39,6 +39,7 @@ GIVEN = {
     "--encode-bandwidth-mib": "640.0",
     "--hang-seconds": "44.0",
     "--straggler-percent": "8.0",
+    "--restart": "new-process",
     "--on-no-spare": "shrink",
 }
 
