@@ -387,9 +387,11 @@ class Child:
         for name, (soft, hard) in given["limits"].items():
             resource.setrlimit(getattr(resource, name), (soft, hard))
         os.sched_setaffinity(0, given["affinity"])
-        usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
-        for number, handler in {**usual, signal.SIGINT: signal.default_int_handler}.items():
-            signal.signal(number, signal.SIG_IGN if number in given["ignored"] else handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in given["ignored"]:
+            signal.signal(number, signal.SIG_IGN)
 
     def _show(self) -> None:
         """Have the request's arguments and variables, also for readers of /proc."""
