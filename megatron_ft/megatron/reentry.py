@@ -42,7 +42,7 @@ def _resilient(run_resilient: RunResilient, original: Function) -> Function:
         except Exception as error:  # a store, a process group: made outside, once
             log.warning("training cannot restart in process, but in a new one: %r", error)
             return original(*args, **kwargs)
-        remove = on_teardown(partial(_reset, PackageState("megatron")))
+        remove = on_teardown(partial(_reset, PackageState("megatron"), _startup_times()))
         entered = False
 
         def enter() -> Any:
@@ -61,7 +61,14 @@ def _resilient(run_resilient: RunResilient, original: Function) -> Function:
     return pretrain
 
 
-def _reset(before: PackageState) -> None:
+def _startup_times() -> dict[str, Any]:
+    """Times at which the script and its parts began, as Megatron 0.19 notes them."""
+    from megatron.training import training
+
+    return dict(getattr(training, "_STARTUP_TIMESTAMPS", {}))
+
+
+def _reset(before: PackageState, times: dict[str, Any]) -> None:
     """Leave Megatron's modules as they were ``before``, but without arguments."""
     from megatron.training import global_vars, training
 
@@ -69,5 +76,7 @@ def _reset(before: PackageState) -> None:
         writer.close()
     training.destroy_global_state()
     before.restore()
+    # A time that a new process does not have would be reduced by the survivors alone.
+    getattr(training, "_STARTUP_TIMESTAMPS", {}).update(times)
     # Their values of the first entry, where arguments were parsed before it.
     training.destroy_global_state()

@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.cli.chaos.job import JobFile
 from megatron_ft.cli.demo.demo_model import ENVIRONMENT, HEADS, demo_arguments
+from megatron_ft.config import SETTINGS
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
 
@@ -95,6 +96,16 @@ def job_name() -> str:
     return f"demo-{os.getpid()}-{uuid.uuid4().hex[:4]}"
 
 
+_OWN = {
+    # Host memory everywhere, so that the same bits come out with and without a GPU.
+    "CUDA_VISIBLE_DEVICES": "",
+    # The stand-in for CUDA says that it is available.
+    SETTINGS["restart"].variable: "in-process",
+    "PYTHONWARNINGS": "ignore",
+}
+"""Variables of the demo's trainers, beside those of Megatron on a CPU."""
+
+
 def job_of(
     settings: DemoSettings, folders: DemoFolders, text: Path, name: str, *, snapshots: bool = True
 ) -> JobFile:
@@ -115,8 +126,7 @@ def job_of(
         logs=f"logs/{'run' if snapshots else 'uninterrupted'}",
         trace=str(trace),
         warm_start=snapshots,
-        # Host memory everywhere, so that the same bits come out with and without a GPU.
-        environment={**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"},
+        environment={**ENVIRONMENT, **_OWN},
     )
 
 
