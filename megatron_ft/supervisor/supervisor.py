@@ -179,10 +179,19 @@ class Supervisor:
             self._reached = progress if progress >= 0 else self._reached
             self.coordinator.stop_snapshots()
             self._watch.clock.failed()
-            # Ranks that have not trained may be the cause of the failure.
-            survivors = self.trainers.restartable if progress >= 0 else ()
-            await self.trainers.kill_all(but=survivors)
+            await self._end_trainers(trained=progress >= 0)
             self.world.stop()
+
+    async def _end_trainers(self, *, trained: bool) -> None:
+        """Kill all ranks but those that may restart in their process.
+
+        Ranks that have not trained may be the cause of the failure.  The SMP of a silent node
+        cannot prove that a rank there has let go of its arenas.
+        """
+        living = self.trainers.survivors() if trained else {}
+        for node in self.coordinator.silent_nodes(living):
+            del living[node]
+        await self.trainers.kill_all(but=[rank for ranks in living.values() for rank in ranks])
 
     async def _recover_and_train(self) -> Failure | None:
         try:
