@@ -1,0 +1,184 @@
+"""Plans from which stored elements a tensor of another layout is filled.  Pure: numbers only.
+
+A *global tensor* is one of the unsharded model.  A *window* is a box of it whose elements lie
+somewhere at a fixed offset and strides: among the stored elements of a layout entry, or in a
+tensor that is to be filled.  A distributed optimizer stores a range of a flattened parameter,
+which is a few boxes.  Intersections of boxes are boxes too, so a plan is a list of strided copies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from megatron_ft.core.errors import MegatronFTError
+from megatron_ft.core.shard import LayoutEntry, LogicalPlace, Piece
+
+Source = TypeVar("Source")
+
+
+class Box(NamedTuple):
+    """The elements of a global tensor from index ``start`` to before ``stop``, by dimension."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Size by dimension."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    def __str__(self) -> str:
+        return f"[{', '.join(f'{a}:{b}' for a, b in zip(self.start, self.stop, strict=True))}]"
+
+
+class MissingRangeError(MegatronFTError):
+    """No source holds some boxes of a global tensor; ``boxes`` are disjoint."""
+
+    def __init__(self, name: str, boxes: Sequence[Box]) -> None:
+        shown = ", ".join(map(str, boxes[:4])) + (", ..." if len(boxes) > 4 else "")
+        super().__init__(f"no shard that is left holds {name}{shown}")
+        self.boxes = tuple(boxes)
+
+
+class Window(NamedTuple):
+    """A box of the global tensor ``name``; offset and strides of its elements, in elements."""
+
+    name: str
+    box: Box
+    offset: int
+    stride: tuple[int, ...]
+
+    def at(self, start: Sequence[int]) -> int:
+        """Where the element of this global index lies."""
+        steps = zip(start, self.box.start, self.stride, strict=True)
+        return self.offset + sum((a - b) * stride for a, b, stride in steps)
+
+    def inside(self, box: Box) -> Window:
+        """The part of the window that is in a box inside its own."""
+        return Window(self.name, box, self.at(box.start), self.stride)
+
+
+class Copy(NamedTuple, Generic[Source]):
+    """A strided copy of ``shape`` elements out of ``source``; offsets and strides in elements."""
+
+    source: Source
+    shape: tuple[int, ...]
+    source_offset: int
+    source_stride: tuple[int, ...]
+    offset: int
+    stride: tuple[int, ...]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First element of the source that is read, and the end of the last."""
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.source_stride, strict=True))
+        return self.source_offset, self.source_offset + last + 1
+
+
+def whole(name: str, shape: tuple[int, ...]) -> Window:
+    """The window of a whole tensor in row-major order."""
+    stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return Window(name, Box((0,) * len(shape), shape), 0, stride)
+
+
+def windows(entry: LayoutEntry) -> Iterator[Window]:
+    """The windows of a layout entry; offsets count its stored elements.
+
+    A tensor without a logical place is a global tensor of its own.
+    """
+    place = entry.logical
+    if place is None:
+        tensor, none = whole(entry.name, entry.shape), (0,) * len(entry.shape)
+        piece = Piece(entry.name, entry.shape, none, entry.shape, 0, tensor.stride)
+        place = LogicalPlace(0, math.prod(entry.shape), (piece,))
+    first, stop = place.start + entry.start, place.start + entry.stop
+    for piece in place.pieces:
+        for part in _between(_window(piece), first, stop):
+            yield part._replace(offset=part.offset - first)
+
+
+def _window(piece: Piece) -> Window:
+    """The window of a piece in the flattened parameter."""
+    stop = tuple(one.stop for one in piece.box)
+    stride = (0,) * (len(piece.global_shape) - len(piece.shape)) + piece.stride
+    return Window(piece.global_name, Box(piece.global_offset, stop), piece.offset, stride)
+
+
+def _between(window: Window, first: int, stop: int) -> Iterator[Window]:
+    """The parts of a window whose elements lie from ``first`` to before ``stop``."""
+    shape = window.box.shape
+    reach = [(n - 1) * s for n, s in zip(shape, window.stride, strict=True)]
+    if 0 in shape or window.offset >= stop or window.offset + sum(reach) < first:
+        return
+    if window.offset >= first and window.offset + sum(reach) < stop:
+        yield window
+        return
+    # Rows of the longest stride that are inside as a whole stay together; the ends are cut.
+    axis = max(range(len(shape)), key=lambda a: window.stride[a] if shape[a] > 1 else -1)
+    stride, inner = window.stride[axis], sum(reach) - reach[axis]
+    before, behind = first - window.offset, stop - 1 - window.offset
+    touched = range(max(0, -(-(before - inner) // stride)), min(shape[axis], behind // stride + 1))
+    low = max(0, -(-before // stride))
+    high = max(low, min(shape[axis], (behind - inner) // stride + 1))
+    ranges = [(row, row + 1) for row in touched if not low <= row < high]
+    for start, end in [*ranges, (low, high)] if low < high else ranges:
+        yield from _between(window.inside(_cut(window.box, axis, start, end)), first, stop)
+
+
+def _cut(box: Box, axis: int, start: int, end: int) -> Box:
+    """Rows ``start`` to ``end`` of a box along one dimension."""
+    base = box.start[axis]
+    return Box(
+        (*box.start[:axis], base + start, *box.start[axis + 1 :]),
+        (*box.stop[:axis], base + end, *box.stop[axis + 1 :]),
+    )
+
+
+def common(one: Box, other: Box) -> Box | None:
+    """The box that two boxes have in common, None if there is none."""
+    start = tuple(map(max, one.start, other.start))
+    stop = tuple(map(min, one.stop, other.stop))
+    return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+
+def without(box: Box, inner: Box) -> Iterator[Box]:
+    """Disjoint boxes that are ``box`` without ``inner``, which lies inside it."""
+    rest = box
+    for axis in range(len(box.start)):
+        low, high = inner.start[axis] - rest.start[axis], inner.stop[axis] - rest.start[axis]
+        size = rest.stop[axis] - rest.start[axis]
+        if low > 0:
+            yield _cut(rest, axis, 0, low)
+        if high < size:
+            yield _cut(rest, axis, high, size)
+        rest = _cut(rest, axis, low, high)
+
+
+def fill(target: Window, sources: Iterable[tuple[Source, Window]]) -> list[Copy[Source]]:
+    """The copies that fill every element of ``target`` exactly once.
+
+    Earlier sources are preferred.  MissingRangeError names the boxes that none of them holds.
+    """
+    rest, copies = [target.box] if 0 not in target.box.shape else [], list[Copy[Source]]()
+    for source, window in sources:
+        left: list[Box] = []
+        for box in rest:
+            shared = common(box, window.box)
+            if shared is None:
+                left.append(box)
+                continue
+            copies.append(_copy(source, window.inside(shared), target.inside(shared)))
+            left += without(box, shared)
+        rest = left
+        if not rest:
+            return copies
+    if rest:
+        raise MissingRangeError(target.name, rest)
+    return copies
+
+
+def _copy(source: Source, held: Window, wanted: Window) -> Copy[Source]:
+    shape = held.box.shape
+    return Copy(source, shape, held.offset, held.stride, wanted.offset, wanted.stride)
