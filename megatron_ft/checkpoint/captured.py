@@ -1,13 +1,15 @@
-"""Captured tensors of several shards, read from the bytes of one snapshot."""
+"""Captured tensors of several shards, read from the bytes of one snapshot, and put together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 
-from megatron_ft.checkpoint.source import ShardBytes
+from megatron_ft.checkpoint.reshape import Copy, Window, fill, whole, windows
+from megatron_ft.checkpoint.source import ShardBytes, ShardParts
 from megatron_ft.core.shard import LayoutEntry
 from megatron_ft.trainer.binding import region_tensor
 from megatron_ft.trainer.plan import dtype_from_name
@@ -53,3 +55,70 @@ def joined(ranges: Iterable[Range], elements: int) -> torch.Tensor | None:
     if position != elements or not parts:
         return None
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class GlobalTensor(NamedTuple):
+    """Dtype and shape of a tensor of the unsharded model."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class GlobalTensors(Mapping[str, GlobalTensor]):
+    """The tensors of the unsharded model in one snapshot, by name.
+
+    A captured tensor without a logical place goes by its own name, ``SHARD:NAME`` where several
+    shards hold different ones.  ``bytes_read`` counts what ``read`` has read so far.
+    """
+
+    def __init__(self, shards: Mapping[str, ShardParts]) -> None:
+        self.bytes_read = 0
+        self._shards = shards
+        self._windows: dict[str, list[tuple[_Stored, Window]]] = {}
+        holders = Counter(entry.name for part in shards.values() for entry in part.layout.entries)
+        for shard_id in sorted(shards):
+            for entry in shards[shard_id].layout.entries:
+                own = entry.logical is None and not entry.is_split and holders[entry.name] > 1
+                for window in windows(entry):
+                    name = f"{shard_id}:{entry.name}" if own else window.name
+                    stored = (_Stored(shard_id, entry), window._replace(name=name))
+                    self._windows.setdefault(name, []).append(stored)
+
+    def __getitem__(self, name: str) -> GlobalTensor:
+        entry, window = self._windows[name][0][0].entry, self._windows[name][0][1]
+        pieces = entry.logical.pieces if entry.logical is not None else ()
+        shapes = [piece.global_shape for piece in pieces if piece.global_name == window.name]
+        return GlobalTensor(entry.dtype, shapes[0] if shapes else entry.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._windows))
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A copy of the whole tensor; only its ranges are read and verified.
+
+        KeyError if there is none of this name, MissingRangeError if no shard holds a part of it,
+        SnapshotUnavailableError if a block is damaged.
+        """
+        dtype, shape = self[name]
+        tensor = torch.empty(shape, dtype=dtype_from_name(dtype))
+        held = [one for one in self._windows[name] if one[0].entry.dtype == dtype]
+        for copy in fill(whole(name, shape), held):
+            source = torch.as_strided(self._elements(copy), copy.shape, copy.source_stride)
+            torch.as_strided(tensor, copy.shape, copy.stride, copy.offset).copy_(source)
+        return tensor
+
+    def _elements(self, copy: Copy[_Stored]) -> torch.Tensor:
+        """The stored elements that a copy spans, flat."""
+        shard_id, entry = copy.source
+        dtype = dtype_from_name(entry.dtype)
+        start, stop = (entry.offset + at * dtype.itemsize for at in copy.span)
+        self.bytes_read += stop - start
+        return region_tensor(self._shards[shard_id].read(start, stop)).view(dtype)
+
+
+class _Stored(NamedTuple):
+    shard_id: str
+    entry: LayoutEntry

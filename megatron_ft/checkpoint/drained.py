@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,8 +20,8 @@ from megatron_ft.checkpoint.disk_format import (
     is_checkpoint_name,
     is_complete,
 )
-from megatron_ft.checkpoint.load import LEVEL, open_bytes, read_manifest
-from megatron_ft.checkpoint.source import OpenSnapshot, SnapshotInfo
+from megatron_ft.checkpoint.load import LEVEL, open_bytes, open_shard, read_manifest
+from megatron_ft.checkpoint.source import OpenSnapshot, ShardParts, SnapshotInfo
 from megatron_ft.core.errors import CheckpointDamagedError, ConfigError
 from megatron_ft.core.identity import Ancestor, ShardPlacement, SnapshotId, on_lineage
 
@@ -170,6 +170,17 @@ class CheckpointSource:
         manifest = one.manifest
         shards = {shard: open_bytes(one.folder, shard, manifest) for shard in manifest.shards}
         yield OpenSnapshot(info, manifest.job, manifest.lineage, shards, lambda: None)
+
+    @contextmanager
+    def open_parts(self, info: SnapshotInfo) -> Iterator[dict[str, ShardParts]]:
+        """See SnapshotSource."""
+        one = self._found[info.snapshot]
+        with ExitStack() as opened:
+            shards = {}
+            for shard_id in one.manifest.shards:
+                reader = opened.enter_context(open_shard(one.folder, shard_id, one.manifest))
+                shards[shard_id] = ShardParts.of(reader.record, reader.read_range, str(reader.path))
+            yield shards
 
 
 def choose(found: Sequence[Drained], wanted: DiskCriteria) -> Choice:

@@ -9,18 +9,25 @@ damaged is rebuilt by the job's next start, and not here.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.checkpoint.decide import Holding, candidates, owners
 from megatron_ft.checkpoint.source import (
     OpenSnapshot,
     ShardBytes,
+    ShardParts,
     SnapshotInfo,
+    damage,
     verified_shard,
 )
 from megatron_ft.core.errors import ArenaError, ConfigError, SnapshotUnavailableError
@@ -101,14 +108,27 @@ def hold(memory: Memory, info: SnapshotInfo, shards: Collection[str]) -> Iterato
     """Verify these shards of a snapshot, and notice if they are given up meanwhile."""
     held = {shard_id: _Held.find(memory, shard_id, info.snapshot) for shard_id in sorted(shards)}
     opened = {shard_id: one.verified() for shard_id, one in held.items()}
-
-    def check() -> None:
-        for one in held.values():
-            one.check()
-
+    check = partial(_check, held.values())
     check()
     yield OpenSnapshot(info, memory.job, memory.lineage, opened, check)
     check()
+
+
+@contextmanager
+def hold_parts(
+    memory: Memory, info: SnapshotInfo, shards: Collection[str]
+) -> Iterator[dict[str, ShardParts]]:
+    """As ``hold``, but bytes are verified as they are read."""
+    held = {shard_id: _Held.find(memory, shard_id, info.snapshot) for shard_id in sorted(shards)}
+    opened = {shard_id: one.parts() for shard_id, one in held.items()}
+    _check(held.values())
+    yield opened
+    _check(held.values())
+
+
+def _check(held: Iterable[_Held]) -> None:
+    for one in held:
+        one.check()
 
 
 @dataclass(frozen=True)
@@ -140,6 +160,18 @@ class _Held:
             header.geometry.block_bytes,
             str(self.arena.path),
         )
+
+    def parts(self) -> ShardParts:
+        data, origin = self.arena.data(self.slot), str(self.arena.path)
+        block = self.arena.header.geometry.block_bytes
+        blocks = digest.BlockCheck(data, self.record, block)
+
+        def read(start: int, stop: int) -> NDArray[np.uint8]:
+            if bad := blocks.bad(start // block, -(-stop // block)):
+                raise SnapshotUnavailableError(damage(self.record, bad, block, origin))
+            return data[start:stop]
+
+        return ShardParts.of(self.record, read, origin)
 
     def check(self) -> None:
         """True if the slot still is what it was: its header changes before its bytes do."""
@@ -199,13 +231,20 @@ class LiveSource:
     @contextmanager
     def open(self, info: SnapshotInfo) -> Iterator[OpenSnapshot]:
         """See SnapshotSource."""
-        with scan(self._folders) as memory:
-            shards = self._known | _members(memory.holdings)
-            with (
-                pinned(_folders_of(memory), info.snapshot),
-                hold(memory, info, shards) as opened,
-            ):
-                yield opened
+        with self._pinned(info) as (memory, shards), hold(memory, info, shards) as opened:
+            yield opened
+
+    @contextmanager
+    def open_parts(self, info: SnapshotInfo) -> Iterator[dict[str, ShardParts]]:
+        """See SnapshotSource."""
+        with self._pinned(info) as (memory, shards), hold_parts(memory, info, shards) as opened:
+            yield opened
+
+    @contextmanager
+    def _pinned(self, info: SnapshotInfo) -> Iterator[tuple[Memory, set[str]]]:
+        """The arenas, with a snapshot that their SMPs keep, and the shards it should have."""
+        with scan(self._folders) as memory, pinned(_folders_of(memory), info.snapshot):
+            yield memory, self._known | _members(memory.holdings)
 
 
 def _folders_of(memory: Memory) -> list[Path]:

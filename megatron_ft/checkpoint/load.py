@@ -17,6 +17,7 @@ import stat
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ from megatron_ft.arena.format import SlotState
 from megatron_ft.arena.mapping import Mapping
 from megatron_ft.checkpoint import disk_format
 from megatron_ft.checkpoint.disk_format import MANIFEST, DiskCalls, Manifest, ShardFile
-from megatron_ft.checkpoint.source import ShardBytes, take_apart
+from megatron_ft.checkpoint.source import ShardBytes, damage, take_apart
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import (
@@ -188,9 +189,20 @@ class ShardReader:
         if bad := digest.verify_shard(data, self.record, self._block_bytes):
             raise self._damage(bad)
 
+    def read_range(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """These bytes of the region; CheckpointDamagedError if their blocks are damaged."""
+        block = self._block_bytes
+        first, end = start // block, min(-(-stop // block) * block, self.record.digest_offset)
+        blocks = np.empty(max(0, end - first * block), np.uint8)
+        self._read(blocks.data, self.start + first * block)
+        known = self._table[first : digest.table_entries(end, block)]
+        if bad := digest.wrong_blocks(blocks, first, known, block):
+            raise self._damage(bad)
+        return blocks[start - first * block : stop - first * block]
+
     def verify(self) -> None:
         """Check every byte of the region; memory is one piece and the digest table."""
-        block, end, expected = self.header.block_bytes, self.record.digest_offset, self._table()
+        block, end, expected = self.header.block_bytes, self.record.digest_offset, self._table
         blocks = max(1, PIECE_BYTES // block)
         buffer = np.empty(min(blocks * block, max(1, end)), np.uint8)
         bad: list[int] = []
@@ -202,6 +214,7 @@ class ShardReader:
         if bad:
             raise self._damage(bad)
 
+    @cached_property
     def _table(self) -> NDArray[np.uint64]:
         """The digests of all blocks, which match their root."""
         record = self.record
@@ -214,12 +227,8 @@ class ShardReader:
         return expected
 
     def _damage(self, bad: list[int]) -> CheckpointDamagedError:
-        record, block = self.record, self.header.block_bytes
-        return CheckpointDamagedError(
-            f"shard {record.shard_id} of snapshot {record.snapshot} in {self.path}: {len(bad)} of "
-            f"its blocks of {block} bytes do not match their digests ({digest.name_blocks(bad)}); "
-            "take another checkpoint"
-        )
+        where = damage(self.record, bad, self._block_bytes, str(self.path))
+        return CheckpointDamagedError(f"{where}; take another checkpoint")
 
     def _head(self, length: int) -> bytes:
         head = bytearray(length)

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +24,13 @@ from numpy.typing import NDArray
 from megatron_ft.arena import digest
 from megatron_ft.core.errors import SnapshotUnavailableError
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
-from megatron_ft.core.shard import LayoutEntry, ShardLayout, unpack_meta
+from megatron_ft.core.shard import LayoutEntry, Meta, ShardLayout, unpack_meta
 
 log = logging.getLogger(__name__)
 
 MOST_TRIES = 16
+
+Opened = TypeVar("Opened")
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,27 @@ class OpenSnapshot(dict[str, ShardBytes]):
         the end of the context calls it too."""
 
 
+@dataclass(frozen=True)
+class ShardParts:
+    """One shard of which only the bytes that are asked for are read and checked.
+
+    ``read(start, stop)`` gives these bytes of the sealed region, offsets as in ``layout``; they are
+    valid while the source is open.  It raises SnapshotUnavailableError if the blocks that hold them
+    are damaged.
+    """
+
+    layout: ShardLayout
+    read: Callable[[int, int], NDArray[np.uint8]]
+
+    @classmethod
+    def of(
+        cls, record: SealedRecord, read: Callable[[int, int], NDArray[np.uint8]], origin: str
+    ) -> ShardParts:
+        """The shard of this record; SnapshotUnavailableError if it holds another layout."""
+        meta = read(record.meta_offset, record.meta_offset + record.meta_bytes)
+        return cls(_layout_of(record, unpack_meta(meta.tobytes()), origin), read)
+
+
 class SnapshotSource(Protocol):
     """A place that holds snapshots of one job."""
 
@@ -102,6 +125,9 @@ class SnapshotSource(Protocol):
         up meanwhile; the message names the shard and where it lies.
         """
 
+    def open_parts(self, info: SnapshotInfo) -> AbstractContextManager[Mapping[str, ShardParts]]:
+        """As ``open``, but only what is read of a shard is checked."""
+
 
 @contextmanager
 def open_newest(source: SnapshotSource, iteration: int | None = None) -> Iterator[OpenSnapshot]:
@@ -111,19 +137,33 @@ def open_newest(source: SnapshotSource, iteration: int | None = None) -> Iterato
     then the newest is tried that was not yet.  SnapshotUnavailableError, with all reasons,
     if none can be opened.
     """
+    with ExitStack() as opened:
+        yield _enter_newest(source, iteration, lambda one: opened.enter_context(source.open(one)))
+
+
+@contextmanager
+def open_newest_parts(
+    source: SnapshotSource, iteration: int | None = None
+) -> Iterator[tuple[SnapshotInfo, Mapping[str, ShardParts]]]:
+    """As open_newest, but damage is only found in what is read."""
+    with ExitStack() as opened:
+        yield _enter_newest(
+            source, iteration, lambda one: (one, opened.enter_context(source.open_parts(one)))
+        )
+
+
+def _enter_newest(
+    source: SnapshotSource, iteration: int | None, enter: Callable[[SnapshotInfo], Opened]
+) -> Opened:
     reasons: list[str] = []
     tried: set[SnapshotId] = set()
     while (info := _newest(source, iteration, tried)) is not None and len(tried) < MOST_TRIES:
         tried.add(info.snapshot)
-        with ExitStack() as opened:
-            try:
-                shards = opened.enter_context(source.open(info))
-            except SnapshotUnavailableError as error:
-                log.warning("iteration %d cannot be used: %s", info.iteration, error)
-                reasons.append(str(error))
-                continue
-            yield shards
-            return
+        try:
+            return enter(info)
+        except SnapshotUnavailableError as error:
+            log.warning("iteration %d cannot be used: %s", info.iteration, error)
+            reasons.append(str(error))
     which = "complete snapshot" if iteration is None else f"complete snapshot of {iteration}"
     reasons = reasons or list(source.problems) or ["nothing was committed yet"]
     raise SnapshotUnavailableError(f"{source} has no {which}: {'; '.join(reasons)}")
@@ -152,10 +192,7 @@ def verified_shard(
     """
     bad = digest.verify_shard(data, record, block_bytes)
     if bad:
-        raise SnapshotUnavailableError(
-            f"shard {record.shard_id} of snapshot {record.snapshot} in {origin}: {len(bad)} of its "
-            f"blocks of {block_bytes} bytes do not match their digests ({digest.name_blocks(bad)})"
-        )
+        raise SnapshotUnavailableError(damage(record, bad, block_bytes, origin))
     return take_apart(data, record, block_bytes, origin)
 
 
@@ -170,10 +207,23 @@ def take_apart(
     SnapshotUnavailableError if it holds another layout than its record names.
     """
     meta = unpack_meta(digest.read_meta(data, record))
+    layout = _layout_of(record, meta, origin)
+    region = data[: record.used_bytes]
+    return ShardBytes(record, region, layout, meta.objects, meta.form, block_bytes, origin)
+
+
+def _layout_of(record: SealedRecord, meta: Meta, origin: str) -> ShardLayout:
     layout = ShardLayout.from_bytes(meta.layout)
     if layout.hash() != record.layout_hash or layout.tensor_bytes > record.meta_offset:
         raise SnapshotUnavailableError(
             f"shard {record.shard_id} in {origin} holds another layout than its record names"
         )
-    region = data[: record.used_bytes]
-    return ShardBytes(record, region, layout, meta.objects, meta.form, block_bytes, origin)
+    return layout
+
+
+def damage(record: SealedRecord, bad: list[int], block_bytes: int, origin: str) -> str:
+    """Which blocks of a shard are damaged, for messages."""
+    return (
+        f"shard {record.shard_id} of snapshot {record.snapshot} in {origin}: {len(bad)} of its "
+        f"blocks of {block_bytes} bytes do not match their digests ({digest.name_blocks(bad)})"
+    )

@@ -38,6 +38,7 @@ COMMANDS = (
     Command("evacuate", "megatron_ft.cli.evacuate", "move the ranks of a node to a spare"),
     Command("rewind", "megatron_ft.cli.rewind", "resume from before an iteration"),
     Command("export", "megatron_ft.cli.export", "make the framework's own checkpoint"),
+    Command("cat", "megatron_ft.cli.cat", "show one tensor of the unsharded model"),
     Command(
         "demo", "megatron_ft.cli.demo.command", "lose a node on this machine and resume from memory"
     ),

@@ -7,21 +7,22 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron_ft.checkpoint import native
+from megatron_ft.checkpoint.captured import GlobalTensors
 from megatron_ft.checkpoint.export import TensorRecipe, load_form
-from megatron_ft.checkpoint.source import OpenSnapshot
+from megatron_ft.checkpoint.source import OpenSnapshot, ShardParts
 from megatron_ft.cli.demo import final_state
 from megatron_ft.core.errors import ExportError
-from megatron_ft.megatron import logical_map
-from megatron_ft.megatron.exporter import CapturedTensors, export, form_of
+from megatron_ft.megatron.exporter import export, form_of
 from megatron_ft.megatron.save_form import sharded_tensors
-from megatron_ft.trainer.plan import dtype_from_name
 from tests.support.arena_folder import open_arenas
 
 ARENAS, EXPORTED, REFERENCE = "TEST_ARENAS", "TEST_EXPORTED", "TEST_REFERENCE"
@@ -112,29 +113,24 @@ def compare_checkpoints() -> None:
 
 
 def global_tensors(shards: OpenSnapshot) -> dict[str, torch.Tensor]:
-    """Every tensor of the unsharded model that the logical maps speak of, put together.
+    """Every tensor of the unsharded model that the logical maps speak of, put together."""
+    parts = {
+        shard_id: ShardParts(shard.layout, partial(_bytes, shard.data))
+        for shard_id, shard in shards.items()
+    }
+    tensors = GlobalTensors(parts)
+    placed = {
+        piece.global_name
+        for shard in shards.values()
+        for entry in shard.layout.entries
+        if entry.logical is not None
+        for piece in entry.logical.pieces
+    }
+    return {name: tensors.read(name) for name in placed}
 
-    Elements that no shard gives stay NaN; parts that several shards give must agree.
-    """
-    captured, found = CapturedTensors(shards), {}
-    for shard_id, shard in shards.items():
-        for entry in shard.layout.entries:
-            place = entry.logical
-            if place is None or entry.alias_of:
-                continue
-            flat = captured.whole(entry.name, logical_map.place_of(place.pieces), shard_id)
-            for piece in place.pieces:
-                part = torch.as_strided(flat, piece.shape, piece.stride, piece.offset)
-                whole = found.setdefault(
-                    piece.global_name,
-                    torch.full(piece.global_shape, torch.nan, dtype=dtype_from_name(entry.dtype)),
-                )
-                target = whole[piece.box]
-                known = ~torch.isnan(target)
-                same = torch.equal(target[known], part.view(target.shape)[known])
-                assert same, f"shards differ in {piece.global_name}"
-                target.copy_(part.view(target.shape))
-    return found
+
+def _bytes(data: NDArray[np.uint8], start: int, stop: int) -> NDArray[np.uint8]:
+    return data[start:stop]
 
 
 def compare_logical_map() -> None:
