@@ -17,9 +17,9 @@ from megatron_ft.core.isal import Bytes
 class BareCopies(Asked):
     """Copies tensors to warm memory and takes the CRC of each block, as captures do.
 
-    Nobody is told, nothing is looked up, no other process runs: a training that is slowed down by
-    this is slowed down by the memory, the processor and the interpreter's lock.  ``copies`` and
-    ``digests`` are those of the last save.
+    No message is sent, nothing is looked up, no other process runs: what slows training down
+    here is the memory, the processor and the interpreter's lock.  ``copies`` and ``digests`` are
+    those of the last save.
     """
 
     def __init__(self, folder: Path) -> None:

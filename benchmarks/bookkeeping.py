@@ -23,7 +23,7 @@ class Program:
     """One of benchmarks.frameworks, and its row's name.
 
     ``module`` is what it imports, of the distribution that has to be installed for it; where there
-    is none, torch is enough, and it is told the device to train on.
+    is none, torch is enough, and it gets the device to train on.
     """
 
     name: str

@@ -202,7 +202,7 @@ def saved_at_last(
 ) -> tuple[int, float]:
     """Save as soon as the method does so; the iteration, and when that call began.
 
-    ``compute`` is what comes before the end of each iteration.  ``agreed`` is told whether this
+    ``compute`` is what comes before the end of each iteration.  ``agreed`` gets whether this
     rank has saved, and says whether that counts.
     """
     deadline = time.monotonic() + WAIT_SECONDS

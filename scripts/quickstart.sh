@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv with everything the demo needs, then run the demo: a training job that loses a node
-# and goes on from memory.  Arguments go to `megatron-ft demo`.
+# and resumes from memory.  Arguments go to `megatron-ft demo`.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/lib/environment.sh"

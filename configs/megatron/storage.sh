@@ -1,5 +1,5 @@
 # Sourced by the other files: flags for the folders that you name.
-#   CHECKPOINT_DIR  Megatron's own checkpoints, and where a job goes on when memory is lost
+#   CHECKPOINT_DIR  Megatron's own checkpoints, from which a job resumes when memory is lost
 #   DRAIN_DIR       snapshots written to disk in the background; a folder that all nodes share
 
 STORAGE_ARGS=()

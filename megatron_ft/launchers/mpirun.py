@@ -1,6 +1,6 @@
 """Finding an MPI launcher, and the command and environment that start one world with it.
 
-Open MPI and MPICH are told apart and spoken to in their own ways; facts about their
+Open MPI and MPICH are distinguished, and each gets its own flags; facts about their
 settings are from their manuals (``prterun --help``, ``ompi_info``, the Hydra guide) and
 were checked against Open MPI 5.0 and MPICH 5.0.
 """

@@ -181,7 +181,7 @@ class Coordinator(Connections):
         return await self._standstill.ended
 
     def permit_again(self) -> None:
-        """End ``capture_and_stop``: snapshots are taken as ever."""
+        """End ``capture_and_stop``: snapshots are taken at their interval again."""
         self._standstill = None
         if self.cycle is not None and self.cycle.stay:
             self._perform(self.cycle, self.cycle.give_up("the evacuation was given up"))

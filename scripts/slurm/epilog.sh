@@ -3,8 +3,8 @@
 # node after a job (Epilog= in slurm.conf), as root, with the job's number and user set.
 #
 # Only folders that this job's SMPs made, and hold no more, are removed: their lock is free.  A job
-# that is requeued then goes on from its drain directory; without this script it may find its memory
-# where it left it.
+# that is requeued then resumes from its drain directory.  Without this script its memory may still
+# be there.
 set -u
 
 root="/dev/shm/megatron-ft-${SLURM_JOB_UID:?}"

@@ -203,7 +203,7 @@ rm -rf "$0/.worlds"
 rmdir --ignore-fail-on-non-empty "$0" 2>/dev/null || true'
 
 # free_memory: remove this Slurm job's arenas from the nodes that are left.  What an earlier one
-# left there, and this one has not taken over, may be all that the next one can go on from.
+# left there, and this one has not taken over, may be all that the next one can resume from.
 free_memory() {
     local nodes count
     nodes="$(squeue --noheader --jobs "$THIS" --format=%N)"
@@ -227,7 +227,7 @@ go_on() {
     if [ -z "${SLURM_ARRAY_JOB_ID:-}" ]; then
         [ -z "$1" ] || requeue "$1"
     elif [ -n "$1" ]; then
-        echo "megatron-ft: $1: the next task of array $SLURM_ARRAY_JOB_ID goes on, if there is one"
+        echo "megatron-ft: $1: the next task of array $SLURM_ARRAY_JOB_ID resumes, if there is one"
         # What is not on disk may at best be found by a task on the same nodes.
         [ "$code" -ne 14 ] || exit "$code"
     else

@@ -89,7 +89,7 @@ def after_import(name: str, call: Callable[[], None]) -> None:
 def run_hidden(folder: str) -> None:
     """Run the ``sitecustomize`` that the one in ``folder`` hides, if there is one.
 
-    It takes the place in ``sys.modules``.  Its errors are reported by ``site``, as ever.
+    It takes the place in ``sys.modules``.  ``site`` reports its errors.
     """
     from importlib.machinery import PathFinder
 

@@ -52,7 +52,7 @@ class AgentLauncher(Launcher):
         """The address by which the node reaches the supervisor; see Launcher."""
         seat = self.hub.seats.get(node)
         if seat is None:
-            raise NodeUnreachable(f"nothing was ever heard of an agent on node {node}")
+            raise NodeUnreachable(f"no agent on node {node} has ever answered")
         return seat.address
 
     def start(
