@@ -27,6 +27,7 @@ import sys
 import sysconfig
 from importlib import import_module
 from importlib.machinery import PathFinder, SourceFileLoader
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -40,7 +41,7 @@ SWITCHES = ("-u", "-O", "-OO", "-B")
 OURS = ("megatron", "megatron_ft", "deepspeed_ext")
 """Packages that are imported from wherever they lie; others must be installed."""
 TORCH = ("torch", "torch.distributed", "torch._dynamo", "megatron_ft.trainer.manager")
-MEGATRON = "megatron.training.training"
+AHEAD = "megatron_ft.megatron.ahead"
 """For commands with the flag of Megatron's integration."""
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/infiniband")
 
@@ -109,7 +110,7 @@ def split(command: list[str]) -> tuple[list[str], list[str]]:
 
 
 def modules_of(command: list[str]) -> list[str]:
-    """The modules to import for a command, in order: torch's, then those that its script names."""
+    """What to import for a command, in order: torch, what its script names, the framework."""
     _, words = split(command)
     named: list[str] = []
     try:
@@ -117,25 +118,29 @@ def modules_of(command: list[str]) -> list[str]:
             named = imports_of(file.read())
     except (OSError, ValueError, SyntaxError, ImportError) as error:
         say(f"{command} cannot be looked into: {error}")
-    framework = [MEGATRON] if "--inmem-snapshot" in words else []
-    return [*TORCH, *framework, *named]
+    framework = [AHEAD] if "--inmem-snapshot" in words else []
+    return [*TORCH, *named, *framework]
 
 
 def file_of(module: str) -> str:
     """The file that ``python -m`` runs, found without importing a package."""
-    places = [os.getcwd(), *sys.path]
-    for part in [*module.split("."), "__main__"]:
-        spec = PathFinder.find_spec(part, places)
-        if spec is None or not spec.origin:
-            raise ImportError(f"no module {module}")
-        if spec.submodule_search_locations is None:
-            return spec.origin
-        places = list(spec.submodule_search_locations)
-    raise ImportError(f"no module {module}")
+    top, *parts = module.split(".")
+    # An editable installation has a finder of its own.
+    spec = PathFinder.find_spec(top, [os.getcwd(), *sys.path]) or find_spec(top)
+    for part in [*parts, "__main__"]:
+        if spec is None or spec.submodule_search_locations is None:
+            break
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
+    if spec is None or not spec.origin:
+        raise ImportError(f"no module {module}")
+    return spec.origin
 
 
 def imports_of(source: bytes) -> list[str]:
-    """Modules that a script imports at its top, conditions and ``try`` included.  Pure."""
+    """Modules that a script imports at its top, conditions and ``try`` included.  Pure.
+
+    ``from package import name`` gives ``package:name``.
+    """
     found: list[str] = []
     waiting: list[ast.AST] = [ast.parse(source)]
     while waiting:
@@ -143,7 +148,7 @@ def imports_of(source: bytes) -> list[str]:
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.append(node.module)
+            found += [f"{node.module}:{alias.name}" for alias in node.names]
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.expr):
             waiting += ast.iter_child_nodes(node)
     return found
@@ -180,6 +185,7 @@ class Host:
         self._path, self._listener, self._environment = path, bind(path), environment
         self._imports = os.path.join(os.path.dirname(path), IMPORTS)
         self._left_out = [*filter(None, environment.get(LEFT_OUT, "").split(","))]
+        self._failed: set[str] = set()
         self._known = 0
         self._unfit = False
         self._poll = select.poll()
@@ -189,16 +195,20 @@ class Host:
     def preload(self, names: list[str], quiet: bool = False) -> None:
         """Import what is installed of ``names``; what fails is left to the trainers."""
         for name in names:
-            if name in sys.modules or name in self._left_out or not installed(name):
+            module, _, member = name.partition(":")
+            left = module in self._left_out or module in self._failed
+            if left or name in sys.modules or not installed(module):
                 continue
             try:
-                import_module(name)
+                # As the statement does: what the package itself does not have may be a module.
+                __import__(module, fromlist=[member] if member else [])
             except (Exception, SystemExit) as error:
+                self._failed.add(module)
                 if not quiet:
                     say(f"{name} is left to the trainers: {type(error).__name__}: {error}")
             if why := unfit():
-                say(f"{name} is left to the trainers: importing it {why}")
-                self._left_out.append(name)
+                say(f"{module} is left to the trainers: importing it {why}")
+                self._left_out.append(module)
                 self._unfit = True
                 self._replace()
                 return

@@ -11,12 +11,13 @@ import functools
 import inspect
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft.config import SWITCH, SnapshotConfig
-from megatron_ft.core.environment import RESTORE
+from megatron_ft.core.environment import RESTORE, START
 from megatron_ft.core.errors import ConfigError, UnsupportedVersionError
 from megatron_ft.core.frameworks import Function, wrap
 from megatron_ft.core.identity import SHRINK
@@ -66,6 +67,7 @@ def install(manager_factory: ManagerFactory = make_manager) -> None:
     ):
         if hasattr(training, name):
             wrap(training, name, how)
+    _read_help_once()
     for name in ("offload_to_cpu", "restore_from_cpu"):
         if hasattr(MegatronOptimizer, name):
             wrap(MegatronOptimizer, name, _at_rest)
@@ -78,12 +80,44 @@ def install_for_script(argv: Sequence[str] | None = None) -> None:
     snapshots.  Any other program that imports this Megatron under a supervisor continues
     without them, with a warning.
     """
+    if os.environ.get(START) == "warm":
+        _begin_clock()
     try:
         install()
     except UnsupportedVersionError as error:
         if any(word.startswith("--inmem-") for word in (sys.argv if argv is None else argv)):
             raise
         print(f"megatron-ft: {error}", file=sys.stderr)
+
+
+def _begin_clock() -> None:
+    """Megatron's times of its import, from which --exit-duration-in-mins counts, become now."""
+    from megatron.training import training
+
+    for name in ("_TRAIN_START_TIME", "_LEGACY_TRAIN_START_TIME"):
+        if hasattr(training, name):
+            setattr(training, name, time.time())
+
+
+def _read_help_once() -> None:
+    """Each parser reads the sources of classes for its help, which is most of a parser's time."""
+    from megatron.training import argument_utils
+
+    # Releases before 0.18 have no such factory.
+    factory = getattr(argument_utils, "ArgumentGroupFactory", None)
+    if hasattr(factory, "_get_field_docstrings"):
+        wrap(factory, "_get_field_docstrings", _once_a_class)
+
+
+def _once_a_class(original: Function) -> Function:
+    known: dict[type, dict[str, str]] = {}
+
+    def docstrings(self: Any, source: type) -> dict[str, str]:
+        if source not in known:
+            known[source] = original(self, source)
+        return dict(known[source])
+
+    return docstrings
 
 
 def _with_flags(original: Function) -> Function:

@@ -60,6 +60,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # For trainer hosts, which import what a script imports.
+    from megatron_ft.cli.demo import cpu_in_place, gpt_training, megatron_trace  # noqa: F401
+
     main()
 elif __name__ == "__mp_main__" and cpu_device.needed():
     # A spawned child of a training process: it unpickles tensors, it does not train.

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ loaded = "torch" in sys.modules
 import torch
 import torch._dynamo  # which making an optimizer imports; it sets a variable
 import megatron.threads, megatron.variables
+from megatron.package import both, part
 try:
     import megatron.broken
 except ValueError as error:
@@ -49,7 +51,8 @@ same = dict(
     processors=sorted(os.sched_getaffinity(0)), custom=sys.custom,
     terminate=str(signal.getsignal(signal.SIGTERM)),
     interrupt=str(signal.getsignal(signal.SIGINT)),
-    all=threading.active_count(), said=said, flags=str(sys.flags), user=getattr(sys, "user", 0),
+    all=threading.active_count(), said=said, both=both, part=part.__name__,
+    flags=str(sys.flags), user=getattr(sys, "user", 0),
 )
 first = [line for line in shown("environ")]
 import numpy
@@ -84,12 +87,16 @@ class Place:
             "__init__": "",
             "threads": "import threading\nthreading.Thread(target=threading.Event().wait,"
             " args=(9999,), daemon=True).start()\n",
-            "broken": "raise ValueError('broken')\n",
+            "broken": "import os\nopen(__file__ + '.runs', 'a').write(f'{os.getpid()} ')\n"
+            "raise ValueError('broken')\n",
             "variables": "import os\nos.environ.setdefault('CHOSEN', 'here')\n"
             "os.environ['SET'] = 'by import'\n",
             "learned": "",
         }.items():
             (package / f"{name}.py").write_text(source)
+        (package / "package").mkdir()
+        for name, source in {"__init__": "both = 'a name'", "both": "", "part": ""}.items():
+            (package / "package" / f"{name}.py").write_text(source)
         customise = "import os, sys\nsys.custom = sys.__dict__.get('custom', []) + "
         (folder / "path" / "sitecustomize.py").write_text(customise + "[os.environ['RANK']]\n")
         self.script.write_text(PROGRAM + ENDS)
@@ -163,7 +170,8 @@ def test_a_forked_process_is_as_a_started_one(place: Place) -> None:
 def test_what_cannot_be_forked_is_left_to_the_process(place: Place) -> None:
     out, _ = place.start("0").communicate("", WAIT_SECONDS)
     before = json.loads(out)["before"]
-    assert "megatron.variables" in before
+    assert {"megatron.variables", "megatron.package.part"} <= set(before)
+    assert "megatron.package.both" not in before, "a name of the package, not its module"
     assert not {"megatron.threads", "megatron.broken"} & set(before)
     said = (place.folder / "log").read_text()
     assert "megatron.threads is left to the trainers: importing it starts a thread" in said
@@ -220,7 +228,8 @@ def test_a_child_ends_with_its_client(place: Place, number: signal.Signals, stop
 
 
 def test_what_a_trainer_had_imported_is_imported_ahead(place: Place) -> None:
-    (place.folder / IMPORTS_NAME).write_text(json.dumps(["megatron.learned", "no.such", "os"]))
+    noted = ["megatron.broken", "megatron.learned", "no.such", "os"]
+    (place.folder / IMPORTS_NAME).write_text(json.dumps(noted))
 
     def learned() -> bool:
         out, _ = place.start("0").communicate("", WAIT_SECONDS)
@@ -230,6 +239,8 @@ def test_what_a_trainer_had_imported_is_imported_ahead(place: Place) -> None:
     while not learned():
         assert time.monotonic() < deadline, "the host does not import what was noted"
         time.sleep(2 * trainer_host.LOOK_SECONDS)  # it does so when nothing is asked of it
+    runs = (place.folder / "path" / "megatron" / "broken.py.runs").read_text().split()
+    assert runs.count(str(place.host.pid)) == 1, "what has failed is not imported again"
 
 
 def test_without_a_host_the_command_is_started(
@@ -285,7 +296,7 @@ def test_commands_that_can_be_forked(command: list[str], reason: str) -> None:
 def test_imports_are_found_where_a_script_makes_them_at_once() -> None:
     source = b"""
 import torch, numpy as np
-from megatron.core import parallel_state
+from megatron.core import parallel_state, mpu as groups
 from . import near
 if True:
     import deepspeed
@@ -297,7 +308,30 @@ def later():
     import pandas
 """
     names = set(trainer_host.imports_of(source))
-    assert names == {"torch", "numpy", "megatron.core", "deepspeed", "apex"}
+    members = {"megatron.core:parallel_state", "megatron.core:mpu"}
+    assert names == {"torch", "numpy", "deepspeed", "apex", *members}
+
+
+def test_the_program_of_an_editable_installation_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = tmp_path / "far" / "apart"
+    package.mkdir(parents=True)
+    for name in ("__init__", "__main__", "train"):
+        (package / f"{name}.py").write_text("raise AssertionError('nothing is imported')")
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+            return PathFinder.find_spec(name, [str(package.parent)]) if path is None else None
+
+    with pytest.raises(ImportError, match="no module apart"):
+        trainer_host.file_of("apart.train")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    assert trainer_host.file_of("apart.train") == str(package / "train.py")
+    assert trainer_host.file_of("apart") == str(package / "__main__.py")
+    with pytest.raises(ImportError, match="no module apart"):
+        trainer_host.file_of("apart.other")
 
 
 SOME = st.dictionaries(st.sampled_from("abcd"), st.sampled_from("xyz"))
