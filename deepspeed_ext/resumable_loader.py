@@ -15,6 +15,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 
 from deepspeed_ext.loader_position import LoaderPosition, position_of
 from megatron_ft.core.errors import ConfigError
+from megatron_ft.trainer.teardown import on_teardown
 
 
 class ResumableLoader:
@@ -86,6 +87,16 @@ def register(position: LoaderPosition, name: str = "") -> None:
     if name in _waiting:
         position.load_state_dict(_waiting.pop(name))
 
+
+def _forget() -> None:
+    """Number loaders anew, as a new process does."""
+    global _numbers
+    _positions.clear()
+    _waiting.clear()
+    _numbers = itertools.count()
+
+
+on_teardown(_forget)
 
 NAME = "data"
 """Name of :class:`DataPosition` among the parts of a snapshot."""

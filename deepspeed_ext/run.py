@@ -30,6 +30,7 @@ from megatron_ft.trainer.start_choice import (
     agree,
     supervisor_chose_disk,
 )
+from megatron_ft.trainer.teardown import on_teardown
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -307,13 +308,14 @@ class EngineRun:
 
 
 _claimed_by: list[weakref.ref[Any]] = []
+on_teardown(_claimed_by.clear)
 
 
 def _claim(engine: Any) -> None:
     """Have the snapshots of this process be those of ``engine``; ConfigError if they are another's.
 
-    The claim outlives the engine: the shards of both would have one name, and the next incarnation
-    would restore the one from the other's.
+    The claim outlives the engine, until training is entered again: the shards of both would have
+    one name, and the next incarnation would restore the one from the other's.
     """
     _claimed_by[:] = _claimed_by or [weakref.ref(engine)]
     if _claimed_by[0]() is not engine:

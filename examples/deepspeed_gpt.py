@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
+from megatron_ft import run_resilient
+
 VOCABULARY = 256
 
 
@@ -189,4 +191,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # Called again in the same process when another rank of a megatron-ft job has failed.
+    run_resilient(main)

@@ -2,15 +2,17 @@
 
 A framework keeps its groups, models and modes in many of them, and their names change with each
 release.  What a module binds anew is restored.  Content of containers is not: modules register
-themselves there when they are imported, which happens once in a process.
+themselves there when they are imported, which happens once in a process.  Containers that are
+defaults of parameters are no such registries, and count what functions do: those are restored.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 
@@ -19,6 +21,8 @@ class PackageState:
 
     def __init__(self, package: str) -> None:
         self._noted = [(owner, dict(_variables(owner))) for owner in _owners(package)]
+        values = (value for _, noted in self._noted for value in noted.values())
+        self._defaults = [(found, copy.copy(found)) for value in values for found in _kept(value)]
 
     def restore(self) -> None:
         """Bind them to the same objects again, and forget what functions have cached."""
@@ -31,6 +35,20 @@ class PackageState:
                 for function in (value, *_wrapped(value)):
                     if hasattr(function, "cache_clear"):
                         function.cache_clear()
+        for default, content in self._defaults:
+            default.clear()
+            add = default.extend if isinstance(default, list) else default.update
+            add(content)
+
+
+def _kept(value: Any) -> Iterator[Any]:
+    """Containers that a function has as defaults, and so keeps from one call to the next."""
+    for function in (value, *_wrapped(value)):
+        if isinstance(function, FunctionType):
+            named = (function.__kwdefaults__ or {}).values()
+            for default in (*(function.__defaults__ or ()), *named):
+                if isinstance(default, list | dict | set):
+                    yield default
 
 
 def _wrapped(function: Any) -> Iterator[Any]:

@@ -22,7 +22,11 @@ import zmq
 
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.environment import START, ProcessEnvironment
-from megatron_ft.core.errors import ControlPlaneError, NotUnderSupervisorError
+from megatron_ft.core.errors import (
+    ControlPlaneError,
+    NotUnderSupervisorError,
+    UnsupportedVersionError,
+)
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Connection
 from megatron_ft.trainer import rendezvous
@@ -82,7 +86,12 @@ def _announce() -> RestartClient | None:
     restart = SnapshotConfig.from_env().restart
     if restart == "new-process" or (restart == "auto" and torch.cuda.is_available()):
         return None
-    client = RestartClient(environment, int(os.environ.get("RANK", 0)))
+    try:
+        state = ProcessState()
+    except UnsupportedVersionError as error:
+        log.warning("training cannot restart in process, but in a new one: %s", error)
+        return None
+    client = RestartClient(environment, int(os.environ.get("RANK", 0)), state)
     if client.announce():
         return client
     client.close()
@@ -116,11 +125,10 @@ class RestartClient:
 
     current: RestartClient | None = None
 
-    def __init__(self, environment: ProcessEnvironment, rank: int) -> None:
+    def __init__(self, environment: ProcessEnvironment, rank: int, state: ProcessState) -> None:
         RestartClient.current = self
         self.interrupter = Interrupter()
-        self._environment, self._rank = environment, rank
-        self._state = ProcessState()
+        self._environment, self._rank, self._state = environment, rank, state
         self._known, self._requested = threading.Event(), threading.Event()
         self._reenter: queue.SimpleQueue[m.Reenter] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
@@ -158,7 +166,9 @@ class RestartClient:
         os.environ.update({**again.environment, START: "in process"})
 
     def close(self) -> None:
-        """Leave the SMP; it kills this process at the next restart."""
+        """Leave the SMP; it kills this process at the next restart.  A second call does nothing."""
+        if RestartClient.current is not self:
+            return
         RestartClient.current = None
         os.write(self._wake_write, b"end")
         self._thread.join(ANNOUNCE_SECONDS)

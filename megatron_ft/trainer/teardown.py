@@ -23,6 +23,16 @@ LEAVE_SECONDS = 2.0
 """Time for a process that the training function started, to end when asked to."""
 
 _callbacks: list[Callable[[], None]] = []
+_preparations: list[Callable[[], None]] = []
+
+
+def on_entry(prepare: Callable[[], None]) -> None:
+    """Have ``prepare`` called each time that a ProcessState is taken, before the first entry.
+
+    It raises UnsupportedVersionError where training cannot be entered again.
+    """
+    if prepare not in _preparations:
+        _preparations.append(prepare)
 
 
 def on_teardown(callback: Callable[[], None]) -> Callable[[], None]:
@@ -69,9 +79,12 @@ class ProcessState:
     """What a new process begins with, as it is now: settings, random states, working directory.
 
     A script that seeds nothing must begin with the same numbers as in a new process.
+    Raises UnsupportedVersionError if a framework cannot be left and entered again.
     """
 
     def __init__(self) -> None:
+        for prepare in _preparations:
+            prepare()
         self._values = [get() for get, _ in _SETTINGS]
         self._random, self._folder = RngState().state_dict(), os.getcwd()
 
@@ -93,7 +106,8 @@ def tear_down(state: ProcessState) -> None:
     for callback in reversed(_callbacks):
         callback()
     groups = _leave_groups()
-    # Cycles hold models, optimizers and loaders; a loader's processes end with it.
+    _end_loaders()
+    # Cycles hold models and optimizers.
     gc.collect()
     # Each takes 10 ms to go, and one that waits for a peer takes until its timeout.
     Thread(target=groups.clear, name="megatron-ft-groups", daemon=True).start()
@@ -131,6 +145,18 @@ _C10D_MAPS = (
     *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config"),
     *("pg_to_tag", "tags_to_pg", "pg_coalesce_state"),
 )
+
+
+def _end_loaders() -> None:
+    """End the processes of torch's data loaders that nobody has closed.
+
+    The collection of garbage closes the queues of a loader in a cycle first.  Its processes
+    would then end at their next look, up to 5 s later.
+    """
+    dataloader: Any = sys.modules.get("torch.utils.data.dataloader")
+    kind = getattr(dataloader, "_MultiProcessingDataLoaderIter", None)
+    for iterator in [found for found in gc.get_objects() if type(found) is kind]:
+        iterator._shutdown_workers()
 
 
 def _end_workers() -> None:

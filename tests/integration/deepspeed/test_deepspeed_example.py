@@ -1,4 +1,4 @@
-"""examples/deepspeed_gpt.py: plain DeepSpeed, and the same bits every time it trains."""
+"""examples/deepspeed_gpt.py: plain DeepSpeed but for one call, and the same bits every time."""
 
 from __future__ import annotations
 
@@ -100,10 +100,14 @@ def config(variant: str) -> dict[str, Any]:
     }
 
 
-def test_the_script_has_no_name_of_ours() -> None:
+def test_the_script_has_no_name_of_ours_but_run_resilient() -> None:
     source = SCRIPT.read_text().lower()
-    for name in ("megatron", "deepspeed_ext", "inmem", "snapshot"):
+    for name in ("deepspeed_ext", "inmem", "snapshot"):
         assert name not in source, name
+    assert [line for line in source.splitlines() if "resilient" in line] == [
+        "from megatron_ft import run_resilient",
+        "    run_resilient(main)",
+    ]
     imported = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -111,7 +115,7 @@ def test_the_script_has_no_name_of_ours() -> None:
         elif isinstance(node, ast.ImportFrom):
             imported.add((node.module or "").partition(".")[0])
     standard = {"__future__", "argparse", "collections", "pathlib", "random", "sysconfig"}
-    assert imported == standard | {"deepspeed", "numpy", "torch", "typing"}
+    assert imported == standard | {"deepspeed", "megatron_ft", "numpy", "torch", "typing"}
 
 
 def _marked(variant: str) -> Any:

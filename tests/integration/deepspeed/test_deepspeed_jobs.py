@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.cli.chaos.trace import read_trace
 from tests.programs.deepspeed_program import ENVIRONMENT
 from tests.support.deepspeed_jobs import (
     ITERATIONS,
@@ -45,6 +46,12 @@ def test_zero_3_loses_a_node(tmp_path: Path) -> None:
     )
     assert [source for _, source in job.restores()] == ["parity"], job.story()
     assert "no checkpoint was read" in log_of(job, 0)
+    assert processes(tmp_path / "job" / "trace", 4) == [1, 2, 1, 1], job.story()
+
+
+def processes(trace: Path, ranks: int) -> list[int]:
+    """The number of processes in which each rank has trained."""
+    return [len({line.pid for line in read_trace(trace, rank)}) for rank in range(ranks)]
 
 
 @pytest.mark.all_layouts

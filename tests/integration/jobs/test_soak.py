@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from megatron_ft.cli.chaos.job import JobFile
 from tests.support.soak import plan as p
 from tests.support.soak.flatness import BOUNDS, Bound, common_slope, judge, rise
-from tests.support.soak.inject import roles
+from tests.support.soak.inject import in_use, roles
 from tests.support.soak.measure import ROLES, Sample, sample
 from tests.support.soak.plan import plan
 from tests.support.soak.report import is_good, render
@@ -142,6 +142,14 @@ def test_a_sample_sees_each_kind_of_growth() -> None:
     assert after.shared >= before.shared + 15 * MIB
     assert after.descriptors >= before.descriptors + 2
     assert after.threads >= before.threads + 1
+
+
+def test_a_host_is_looked_at_once_it_has_a_trainer() -> None:
+    host, child = os.getppid(), os.getpid()
+    assert in_use([("host", host), ("smp", 1)]) == [("smp", 1)]
+    both = [("host", host), ("trainer", child)]
+    assert in_use(both) == both
+    assert in_use([("host", child), ("trainer", child)]) == [("trainer", child)]
 
 
 def test_a_process_that_is_gone_is_no_sample() -> None:

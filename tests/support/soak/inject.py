@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from megatron_ft.cli.chaos.follow import Follower
 from megatron_ft.cli.chaos.inject import RETURN_SECONDS, Injector, role_of, send
@@ -13,6 +13,7 @@ from megatron_ft.cli.chaos.job import ChaosCluster, JobFile
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import HOST_SOCKET_NAME, JOB, NODE
 from megatron_ft.core.errors import MegatronFTError
+from megatron_ft.core.procfs import read_status
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask, sockets
 from tests.support.chaos_cluster import EquippedCluster
@@ -49,6 +50,15 @@ def roles(job: str) -> list[tuple[str, int]]:
     environments = {pid: procfs.read_environment(pid) for pid in procfs.own_processes()}
     ours = {pid: e for pid, e in environments.items() if e.get(JOB) == job and NODE in e}
     return [(role_of(variables), pid) for pid, variables in ours.items() if not is_client(pid)]
+
+
+def in_use(processes: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Those of ``roles``, less hosts without a trainer.
+
+    Such a host still imports, or takes up more once it forks.
+    """
+    parents = {read_status(pid).get("PPid") for role, pid in processes if role == "trainer"}
+    return [(role, pid) for role, pid in processes if role != "host" or str(pid) in parents]
 
 
 class SoakInjector(Injector):

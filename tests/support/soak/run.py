@@ -16,7 +16,7 @@ from megatron_ft.cli.chaos.job import TRAINING_MODULE, ChaosSettings, JobFile
 from megatron_ft.cli.chaos.runner import oracle_traces
 from megatron_ft.cli.chaos.trace import differences, gaps, read_traces
 from tests.support.chaos_cluster import CLUSTER_CLASS
-from tests.support.soak.inject import RESTART_CLUSTER, SOAK_CLUSTER, SoakInjector, roles
+from tests.support.soak.inject import RESTART_CLUSTER, SOAK_CLUSTER, SoakInjector, in_use, roles
 from tests.support.soak.measure import Sample, sample_all
 from tests.support.soak.plan import SoakFault, plan, restarts
 
@@ -128,6 +128,7 @@ class _Running:
         self._counted = self._sampled = 0
         self._newest_protected = False
         self._calm = 0
+        self._struck = 0.0
         self._late = False
 
     async def run(self) -> None:
@@ -146,6 +147,8 @@ class _Running:
             await self._until(lambda at=fault.at: self._reached(at), f"snapshot {fault.at}")  # type: ignore[misc]
             if self._ended():
                 break
+            # Survivors are torn down from now on, and their memory and threads are not there.
+            self._struck = time.monotonic()
             text = await injector.inject(fault)
             self._result.faults[fault.kind] += 1
             self._calm = 0
@@ -206,13 +209,14 @@ class _Running:
                 self._result.counts[f"restored from {event.get('source', '?')}"] += 1
         self._counted = len(self._follower.events)
         # Without an encoder world, snapshots are many and processes are just being started.
-        if self._result.protected >= self._sampled + self._soak.every and self._newest_protected:
+        settled = self._newest_protected and self._committed_since(self._struck) >= 2
+        if self._result.protected >= self._sampled + self._soak.every and settled:
             self._sampled = self._result.protected
             self._sample()
 
     def _sample(self) -> None:
         supervisor = ("supervisor", self._follower.process.pid)
-        running = [*roles(self._follower.job.name), supervisor]
+        running = [*in_use(roles(self._follower.job.name)), supervisor]
         found = sample_all(running, self._result.protected)
         self._calm += 1
         self._result.samples += found

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ import pytest
 from deepspeed_ext.unsupported import REFUSALS, config_refusals
 from megatron_ft.config import Source
 from megatron_ft.config.json_section import Section
-from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.errors import ConfigError, UnsupportedVersionError
+from megatron_ft.trainer import teardown
+from megatron_ft.trainer.resilient import RestartClient
 
 # Tests import DeepSpeed, not this module: that takes seconds in every worker.
 pytestmark = [
@@ -192,6 +195,24 @@ def test_going_on_with_fewer_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -
     shrinks = Section(True, Source({**folders, "on_no_spare": "shrink"}, str), {})
     with pytest.raises(ConfigError, match="only after ds_to_universal"):
         attachment._checked(object(), shrinks)
+
+
+@pytest.mark.parametrize("entered", [False, True])
+def test_a_release_that_cannot_be_left_declines_restarts_in_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, entered: bool
+) -> None:
+    """It is refused when training begins, or when the training function imports DeepSpeed."""
+    from deepspeed_ext import reentry, unsupported
+
+    left: list[str] = []
+    client = SimpleNamespace(close=lambda: left.append("left")) if entered else None
+    monkeypatch.setattr(unsupported, "OLDEST", (99,))
+    monkeypatch.setattr(teardown, "_preparations", [])
+    monkeypatch.setattr(RestartClient, "current", client)
+    reentry.install()
+    assert ("is too old" in caplog.text) is entered and left == ["left"] * entered
+    with pytest.raises(UnsupportedVersionError, match="is too old"):
+        teardown.ProcessState()
 
 
 def test_no_module_hides_the_public_function() -> None:

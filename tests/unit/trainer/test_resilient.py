@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_ft import run_resilient
-from megatron_ft.core.environment import JOB
+from megatron_ft.core.environment import JOB, ProcessEnvironment
+from megatron_ft.core.errors import UnsupportedVersionError
+from megatron_ft.trainer import teardown
 from megatron_ft.trainer.resilient import comes_from_others
 
 
@@ -74,3 +78,20 @@ def test_another_thread_than_the_main_one_calls_it_once(monkeypatch: pytest.Monk
     thread.start()
     thread.join(10.0)
     assert results == [7]
+
+
+def test_a_framework_that_cannot_be_left_declines_before_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """No SMP is there: an announcement would wait for its answer, and say another word."""
+    for name, value in ProcessEnvironment("job", "node", tmp_path, 1).variables().items():
+        monkeypatch.setenv(name, value)
+
+    def prepare() -> None:
+        raise UnsupportedVersionError("framework 0.1 is too old")
+
+    monkeypatch.setattr(teardown, "_preparations", [prepare])
+    with caplog.at_level(logging.WARNING):
+        assert run_resilient(lambda: [record.message for record in caplog.records]) == [
+            "training cannot restart in process, but in a new one: framework 0.1 is too old"
+        ]

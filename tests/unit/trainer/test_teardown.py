@@ -1,0 +1,80 @@
+"""What is removed, and put back, between two entries of a training function."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from megatron_ft.trainer import teardown
+from megatron_ft.trainer.package_state import PackageState
+
+SOURCE = """
+TRAINING = None
+REGISTERED = []
+
+class Numbered:
+    last = 0
+
+def number(counted=[0], *, seen={}):
+    counted[0] += 1
+    seen[counted[0]] = True
+    return counted[0], len(seen)
+
+def hidden(function):
+    def call(*args):
+        return function(*args)
+    return call
+
+@hidden
+def number_hidden(names=set()):
+    names.add(len(names))
+    return len(names)
+"""
+
+
+@pytest.fixture
+def framework() -> Iterator[Any]:
+    """A package of one module that keeps what it does in all places that frameworks use."""
+    module = ModuleType("framework_of_test")
+    sys.modules[module.__name__] = module
+    exec(SOURCE, vars(module))
+    yield module
+    del sys.modules[module.__name__]
+
+
+def test_a_framework_begins_as_in_a_new_process(framework: Any) -> None:
+    framework.number()
+    before = PackageState(framework.__name__)
+    for _ in range(2):
+        framework.TRAINING, framework.Numbered.last = object(), 7
+        assert (framework.number(), framework.number()) == ((2, 2), (3, 3))
+        assert (framework.number_hidden(), framework.number_hidden()) == (1, 2)
+        before.restore()
+        assert (framework.TRAINING, framework.Numbered.last) == (None, 0)
+
+
+def test_registries_and_what_a_script_has_replaced_before_stay(framework: Any) -> None:
+    framework.number = lambda: "replaced"
+    before = PackageState(framework.__name__)
+    framework.REGISTERED.append("imported")
+    before.restore()
+    assert framework.number() == "replaced" and framework.REGISTERED == ["imported"]
+
+
+@pytest.mark.slow
+def test_a_loader_in_a_cycle_ends_at_once() -> None:
+    """The collection of garbage would wait 5 s for its process."""
+    batches: Any = iter(DataLoader(TensorDataset(torch.zeros(9)), num_workers=1))
+    next(batches)
+    batches.itself, (worker,) = batches, batches._workers
+    del batches
+    started = time.monotonic()
+    teardown._end_loaders()
+    assert time.monotonic() < started + 2.5 and worker.exitcode == 0
