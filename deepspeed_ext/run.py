@@ -189,9 +189,6 @@ class EngineRun:
         state = self._made_state()
         assert self._manager is not None
         self._manager.prepare(state)
-        if self._engine.zero_optimization_stage() < 3:
-            # With 3 ranks wait for each other all along, so none has a part of its own.
-            self._manager.watch.follow(self._engine.module.parameters())
         self._manager.register_fence(state.inner_optimizer)
         self._optimizers = self._client_state.watch_optimizers(lambda: state.inner_optimizer)
         if warning := self._data.warning():

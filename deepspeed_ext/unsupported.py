@@ -9,16 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_ft.core.errors import UnsupportedVersionError
-from megatron_ft.core.frameworks import (
-    DEEPSPEED,
-    Required,
-    missing_names,
-    owner_at,
-    version_numbers,
-)
-
-OLDEST, WORKING = DEEPSPEED.oldest, DEEPSPEED.working
+from megatron_ft.core.frameworks import DEEPSPEED, Required, check_release
 
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _BASE = "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine"
@@ -42,18 +33,7 @@ def check_deepspeed(required: Sequence[Required] = USED) -> None:
     """Check the imported DeepSpeed; UnsupportedVersionError naming releases that work."""
     import deepspeed
 
-    version = str(deepspeed.__version__)
-    if version_numbers(version) < OLDEST:
-        raise UnsupportedVersionError(
-            f"DeepSpeed {version} is too old for in-memory snapshots, which work with {WORKING}; "
-            'upgrade DeepSpeed, or train without "inmem_snapshot"'
-        )
-    missing = [text for entry in required for text in missing_names(owner_at(entry.owner), entry)]
-    if missing:
-        raise UnsupportedVersionError(
-            f"DeepSpeed {version} has no {'; no '.join(missing)}. In-memory snapshots work with "
-            f'{WORKING}: use one of those, or train without "inmem_snapshot"'
-        )
+    check_release(DEEPSPEED, str(deepspeed.__version__), required, '"inmem_snapshot"')
 
 
 class Refusal(NamedTuple):

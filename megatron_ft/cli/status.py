@@ -117,11 +117,10 @@ def _scrub_line(job: dict[str, Any]) -> str:
     views = [view["scrub"] for view in job["nodes"].values() if "scrub" in view]
     total = {name: sum(view[name] for view in views) for name in m.ScrubCounts.__struct_fields__}
     least = min((view["passes"] for view in views), default=0)
-    damaged = job["summary"].get("blocks", {}).get("damaged_shards", 0)
+    damaged = job["summary"].get("damaged_shards", 0)
     return (
         f"scrub: {least} passes, {total['bytes_read'] / 2**30:.2f} GiB read, "
-        f"{total['bad_blocks']} bad blocks found, {total['repaired_blocks']} repaired; "
-        f"{damaged} shards count as lost"
+        f"{total['bad_blocks']} bad blocks found; {damaged} shards count as lost"
     )
 
 
@@ -138,7 +137,7 @@ def _headline(job: dict[str, Any]) -> str:
         exposed = f"iteration {crash} survives a crash, nothing in memory survives a node loss"
     else:
         exposed = f"iteration {crash} survives a crash, iteration {node_loss} a node loss"
-    if damaged := summary.get("blocks", {}).get("damaged_shards"):
+    if damaged := summary.get("damaged_shards"):
         exposed += f" ({damaged} shards are damaged)"
     if summary.get("durable"):
         exposed += f", iteration {summary['durable']['iteration']} is on disk"

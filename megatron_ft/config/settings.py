@@ -152,7 +152,7 @@ class SnapshotConfig:
         "How encoders reach each other. auto: MPI where one can be loaded, else TCP.",
     )
 
-    # Leases, timeouts, hangs, stragglers, bad losses and lost nodes.
+    # Leases, timeouts, hangs, bad losses and lost nodes.
     lease_seconds: float = seconds(
         10.0, "A node that hears nothing of the supervisor kills its trainers after it."
     )
@@ -174,13 +174,6 @@ class SnapshotConfig:
         "Training that makes no progress for at least so long, and for five times the longest such "
         "time so far, hangs. 0: hangs are not looked for.",
         never=True,
-    )
-    straggler_percent: float = number(
-        5.0,
-        "A rank that is slower than its peers by this much over 50 iterations is named. 0: none.",
-        allowed="percent >= 0",
-        accepts=lambda v: v >= 0,
-        unit="percent",
     )
     restart: str = one_of(
         ("auto", "in-process", "new-process"),

@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+
+from megatron_ft.core.errors import UnsupportedVersionError
 
 
 class Releases(NamedTuple):
@@ -64,6 +66,27 @@ def owner_at(path: str) -> Any:
     except ModuleNotFoundError:
         module, _, name = path.rpartition(".")
         return getattr(owner_at(module), name, None) if module else None
+
+
+def check_release(
+    releases: Releases, version: str, required: Iterable[Required], switch: str
+) -> None:
+    """UnsupportedVersionError if a release is too old, or else with all names that it lacks.
+
+    ``switch`` is what turns snapshots on.
+    """
+    name, working = releases.name, releases.working
+    if version_numbers(version) < releases.oldest:
+        raise UnsupportedVersionError(
+            f"{name} {version} is too old for in-memory snapshots, which work with {working}; "
+            f"upgrade {name}, or train without {switch}"
+        )
+    missing = [text for entry in required for text in missing_names(owner_at(entry.owner), entry)]
+    if missing:
+        raise UnsupportedVersionError(
+            f"{name} {version} has no {'; no '.join(missing)}. In-memory snapshots work with "
+            f"{working}: use one of those, or train without {switch}"
+        )
 
 
 Function = Callable[..., Any]

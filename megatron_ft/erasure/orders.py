@@ -22,7 +22,6 @@ from megatron_ft.core.background import Pace
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.erasure.block_repair import Damage, RecomputedBlocks, recompute
 from megatron_ft.erasure.encode import EncodeResult, encode
 from megatron_ft.erasure.member import MemberView, StripeCode, member_of
 from megatron_ft.erasure.rebuild import RebuildResult, rebuild
@@ -34,12 +33,10 @@ from megatron_ft.rpc.messages import (
     OrderDone,
     RebuildOrder,
     Rebuilt,
-    Recomputed,
-    RepairOrder,
     StripeOrder,
 )
 
-Order = EncodeOrder | RebuildOrder | RepairOrder
+Order = EncodeOrder | RebuildOrder
 
 _Result = TypeVar("_Result")
 
@@ -48,7 +45,7 @@ class _Done(NamedTuple):
     """One member's finished part of an order."""
 
     member: int
-    result: EncodeResult | RebuildResult | RecomputedBlocks
+    result: EncodeResult | RebuildResult
     bytes_sent: int
     seconds: float
 
@@ -118,40 +115,24 @@ class OrderRunner:
 
     def _work(
         self, order: Order, stripe: StripeOrder, member: int, transport: Transport, pace: Pace
-    ) -> EncodeResult | RebuildResult | RecomputedBlocks:
+    ) -> EncodeResult | RebuildResult:
         """Do one member's part of an order on one stripe."""
         code, peers = _code(stripe), stripe.world_ranks
         if isinstance(order, EncodeOrder):
             view = self._view(order.snapshot, stripe, member, parity=True)
             reach("encode.ordered")
             return encode(code, view, transport, peers, index=member, pace=pace)
-        if isinstance(order, RebuildOrder):
-            lost = {stripe.members.index(shard) for shard in stripe.lost}
-            if member in lost:
-                view = self._lost_view(stripe, member)
-            else:
-                view = self._view(order.snapshot, stripe, member)
-            reach("rebuild.ordered")
-            return rebuild(code, view, transport, peers, lost, index=member)
-        view = self._view(order.snapshot, stripe, member)
-        target = stripe.members.index(order.shard_id)
-        damage = Damage(order.data_blocks, order.parity_blocks)
-        return recompute(code, view, transport, peers, target, damage, index=member)
+        lost = {stripe.members.index(shard) for shard in stripe.lost}
+        if member in lost:
+            view = self._lost_view(stripe, member)
+        else:
+            view = self._view(order.snapshot, stripe, member)
+        reach("rebuild.ordered")
+        return rebuild(code, view, transport, peers, lost, index=member)
 
     def _reports(self, order: Order, stripe: StripeOrder, done: _Done) -> Iterator[Message]:
         """The report to the SMP of one member's part; a survivor of a rebuild sends none."""
         result, shard = done.result, stripe.members[done.member]
-        if isinstance(result, RecomputedBlocks):
-            if isinstance(order, RepairOrder) and shard == order.shard_id:
-                yield Recomputed(
-                    snapshot=order.snapshot,
-                    world=order.world,
-                    shard_id=shard,
-                    data={number: raw.tobytes() for number, raw in result.data.items()},
-                    parity={number: raw.tobytes() for number, raw in result.parity.items()},
-                    left=result.left,
-                )
-            return
         _require_members(stripe, [r.shard_id for r in result.stripe_table])
         known: dict[str, Any] = {
             "snapshot": order.snapshot,

@@ -29,7 +29,6 @@ from megatron_ft.rpc.messages import (
     Ok,
     OrderFailed,
     RebuildOrder,
-    RepairOrder,
 )
 from megatron_ft.rpc.sockets import Connection
 
@@ -66,7 +65,7 @@ def serve(
             message = smp.receive()
             if isinstance(message, Ok):
                 continue
-            if not isinstance(message, EncodeOrder | RebuildOrder | RepairOrder):
+            if not isinstance(message, EncodeOrder | RebuildOrder):
                 raise ControlPlaneError(f"the SMP sent what is no order: {message}")
             _carry_out(runner, message, smp)
 

@@ -122,8 +122,6 @@ class SnapshotRun:
         else:
             _print_rank_0(f" no in-memory snapshot restored: at iteration {self._args.iteration}")
         self._manager.prepare(self._state)
-        chunks = model if isinstance(model, list) else [model]
-        self._manager.watch.follow(p for chunk in chunks for p in chunk.parameters())
         for part in optimizer_parts(optimizer):
             # The inner one: it steps last, and not at all in an fp16 iteration that is skipped.
             self._manager.register_fence(part.optimizer)

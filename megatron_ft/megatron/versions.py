@@ -13,13 +13,11 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_ft.core.errors import UnsupportedVersionError
-from megatron_ft.core.frameworks import MEGATRON, Required, missing_names, owner_at, version_numbers
-
-OLDEST, WORKING = MEGATRON.oldest, MEGATRON.working
+from megatron_ft.core.frameworks import MEGATRON, Required, check_release
 
 WRAPPED = (
     Required("megatron.training.arguments", "add_megatron_arguments", ("parser",)),
@@ -79,25 +77,6 @@ CALLED = (
 )
 
 
-def check_version(version: str) -> None:
-    """Raise UnsupportedVersionError if a release is older than what can work."""
-    if version_numbers(version) < OLDEST:
-        raise UnsupportedVersionError(
-            f"Megatron {version} is too old for in-memory snapshots, which work with {WORKING}; "
-            "upgrade Megatron, or train without --inmem-snapshot"
-        )
-
-
-def check_names(version: str, pairs: Iterable[tuple[Any, Required]]) -> None:
-    """Raise UnsupportedVersionError that lists every name missing from (owner, required) pairs."""
-    missing = [text for owner, required in pairs for text in missing_names(owner, required)]
-    if missing:
-        raise UnsupportedVersionError(
-            f"Megatron {version} has no {'; no '.join(missing)}. In-memory snapshots work with "
-            f"{WORKING}: use one of those, or train without --inmem-snapshot"
-        )
-
-
 def check_megatron(required: Sequence[Required] = WRAPPED + CALLED) -> None:
     """Check the importable Megatron; UnsupportedVersionError if it cannot work."""
     try:
@@ -105,11 +84,9 @@ def check_megatron(required: Sequence[Required] = WRAPPED + CALLED) -> None:
         import megatron.training.training  # noqa: F401  # the loop must be importable
     except ModuleNotFoundError as error:
         raise UnsupportedVersionError(
-            f"{error}: in-memory snapshots need {WORKING}, with megatron.training"
+            f"{error}: in-memory snapshots need {MEGATRON.working}, with megatron.training"
         ) from error
-    version = str(megatron.core.__version__)
-    check_version(version)
-    check_names(version, [(owner_at(entry.owner), entry) for entry in required])
+    check_release(MEGATRON, str(megatron.core.__version__), required, "--inmem-snapshot")
 
 
 class _Anything:

@@ -20,7 +20,7 @@ import msgspec
 
 from megatron_ft.core import private_files
 
-_FIELDS = struct.Struct("<Q?qqqqqddqddddQ")
+_FIELDS = struct.Struct("<Q?qqqqqddddQ")
 _BEAT = struct.Struct("<d")
 FILE_BYTES = _FIELDS.size + _BEAT.size
 _ATTEMPTS = 3
@@ -42,12 +42,10 @@ class TrainerPhase(IntEnum):
 class Pulse(msgspec.Struct, array_like=True):
     """Content of the page; times are of the node's monotonic clock, in seconds.
 
-    ``marks`` counts the places that it has passed (the last gradient, the optimizer's step,
-    the iteration's end), ``marked`` is when it passed the last one, ``done`` how many
-    iterations it has ended in this incarnation.  ``typical`` is an iteration's usual length,
-    ``longest`` the longest time between two marks.  ``own`` and ``spread`` are the median and
-    the median absolute deviation of the rank's own share of the iterations of one ``window``
-    (-1: none yet).  ``first`` is when the first iteration of this incarnation ended, 0 before.
+    ``marks`` counts the places that it has passed (the optimizer's step, the iteration's end),
+    ``marked`` is when it passed the last one, ``done`` how many iterations it has ended in this
+    incarnation.  ``typical`` is an iteration's usual length, ``longest`` the longest time between
+    two marks.  ``first`` is when the first iteration of this incarnation ended, 0 before.
     ``beat`` is when its watching thread last ran.
     ``dumps`` is whether it writes its stacks on DUMP_SIGNAL.
     """
@@ -60,9 +58,6 @@ class Pulse(msgspec.Struct, array_like=True):
     done: int = 0
     typical: float = 0.0
     longest: float = 0.0
-    window: int = -1
-    own: float = 0.0
-    spread: float = 0.0
     marked: float = 0.0
     first: float = 0.0
     beat: float = 0.0

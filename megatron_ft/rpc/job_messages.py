@@ -59,18 +59,6 @@ class Abort(Message, frozen=True):
     reason: str
 
 
-class Repair(Message, frozen=True):
-    """Have blocks of ``shard_id`` recomputed from its stripe, while its slot stays committed."""
-
-    incarnation: Count
-    snapshot: SnapshotId
-    world: str
-    stripes: tuple[StripeOrder, ...]
-    shard_id: str
-    data_blocks: tuple[int, ...]
-    parity_blocks: tuple[int, ...]
-
-
 class Hold(Message, frozen=True):
     """Pin ``snapshot`` for the coordinator itself, until Unhold or the next incarnation."""
 
@@ -254,7 +242,6 @@ class ScrubCounts(msgspec.Struct, frozen=True):
     passes: int = 0
     bytes_read: int = 0
     bad_blocks: int = 0
-    repaired_blocks: int = 0
 
 
 class Status(Message, frozen=True):
@@ -350,25 +337,11 @@ def merged_summary(parts: Mapping[str, bytes]) -> bytes:
 
 
 class BadBlocks(Message, frozen=True):
-    """The scrub found blocks of a committed snapshot that fail their digests.
+    """The scrub found so many blocks of a committed snapshot that fail their digests."""
 
-    Numbers count blocks of the slot's data and parity region; ``more`` were not listed.
-    """
-
-    shard_id: str
+    shard_id: ShardId
     snapshot: SnapshotId
-    data_blocks: tuple[int, ...]
-    parity_blocks: tuple[int, ...]
-    more: int = 0
-
-
-class Repaired(Message, frozen=True):
-    """Blocks were recomputed, proved and written back; ``left`` could not be."""
-
-    shard_id: str
-    snapshot: SnapshotId
-    blocks: int
-    left: int
+    blocks: Count
 
 
 class WriterGone(Message, frozen=True):
@@ -416,7 +389,6 @@ EventBody = (
     | ReaderStalled
     | SlotFreed
     | BadBlocks
-    | Repaired
 )
 """Events that an SMP sends to the coordinator."""
 

@@ -291,28 +291,6 @@ class RebuildOrder(EncoderOrder, frozen=True):
     """Recompute data and parity of the ``lost`` members of these stripes."""
 
 
-class RepairOrder(EncoderOrder, frozen=True):
-    """Recompute these blocks of one member from the rest of its stripe."""
-
-    shard_id: ShardId
-    data_blocks: tuple[int, ...]
-    parity_blocks: tuple[int, ...]
-
-
-class Recomputed(Message, frozen=True):
-    """Encoder to SMP: whole blocks of a damaged shard by number; ``left`` could not be had.
-
-    Nothing is written yet: the SMP proves them against the slot's header and writes.
-    """
-
-    snapshot: SnapshotId
-    world: str
-    shard_id: ShardId
-    data: dict[int, bytes]
-    parity: dict[int, bytes]
-    left: int
-
-
 class Encoded(Message, frozen=True):
     """Encoder to SMP: this member's parity is complete and digested, its table known."""
 

@@ -39,8 +39,7 @@ SECRET_BYTES = 32
 MOST_BYTES = 64 << 20
 """Longest frame that is taken: a peer that claims more is cut off before memory is allocated.
 
-The longest of ours hold the stripes of a whole job, some 100 bytes a rank, or the recomputed
-blocks of one report, 64 of 512 KiB.
+The longest of ours hold the stripes of a whole job, some 100 bytes a rank.
 """
 
 

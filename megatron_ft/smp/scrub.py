@@ -24,7 +24,7 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.core.errors import ArenaError
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.erasure.block_repair import Damage, SlotInspector
+from megatron_ft.erasure.inspect_slot import Damage, SlotInspector
 from megatron_ft.erasure.member import code_of, member_of
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.service import SmpService
@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 20
 IDLE_SECONDS = 1.0
-MOST_LISTED = 64
-"""Bad blocks in one report: what a repair sends back must stay a message, not a shard."""
 REPEAT_SECONDS = 5.0
 """Damage that stays is reported again after this long: a new coordinator may not know of it."""
 MOST_REMEMBERED = 64
@@ -106,12 +104,7 @@ class Scrub:
         self._next[shard_id, slot] = start if end is None else end
         if end is not None or not stays():
             return False
-        if damage:
-            # Looked at once more: it may have been repaired since it was read.
-            again = await self._in_thread(partial(_again, arena, slot, header, damage))
-            if not stays():
-                return False
-            await self._report(shard_id, header, again)
+        await self._report(shard_id, header, damage)
         return True
 
     def _read(
@@ -121,7 +114,8 @@ class Scrub:
 
         In between, the piece from which it resumes, where it was given up; None if it was not.
         """
-        inspector = _inspector(arena, slot, header)
+        code, member = code_of(arena.header), member_of(arena, slot, header)
+        inspector = SlotInspector(code, member, parity=header.parity_valid)
         size, total = arena.geometry.block_bytes, inspector.blocks
         step = max(1, PIECE_BYTES // size)
         damage, length = Damage(), 0
@@ -154,10 +148,7 @@ class Scrub:
         self._said[shard_id, header.snapshot] = damage | known, time.monotonic()
         self._service.count_scrub(bad_blocks=fresh)
         log.error("%s of snapshot %s has bad blocks: %s", shard_id, header.snapshot, damage)
-        data = damage.data[:MOST_LISTED]
-        parity = damage.parity[: MOST_LISTED - len(data)]
-        more = len(damage) - len(data) - len(parity)
-        await self._service.events.emit(m.BadBlocks(shard_id, header.snapshot, data, parity, more))
+        await self._service.events.emit(m.BadBlocks(shard_id, header.snapshot, len(damage)))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -168,18 +159,3 @@ class Scrub:
         percent = min(max(self._service.scrub_percent, 0.01), 100.0)
         self._closed.wait(busy * (100.0 / percent - 1))
         self._rested = time.thread_time()
-
-
-def _inspector(arena: Arena, slot: int, header: SlotHeader) -> SlotInspector:
-    member = member_of(arena, slot, header)
-    return SlotInspector(code_of(arena.header), member, parity=header.parity_valid)
-
-
-def _again(arena: Arena, slot: int, header: SlotHeader, damage: Damage) -> Damage:
-    """The part of some damage that is still there."""
-    inspector = _inspector(arena, slot, header)
-    numbers = [*damage.data, *(inspector.data_blocks + block for block in damage.parity)]
-    found = Damage()
-    for number in numbers:
-        found |= inspector.damage(number, number + 1)
-    return found

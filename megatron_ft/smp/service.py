@@ -35,7 +35,6 @@ from megatron_ft.smp.processes import (
 )
 from megatron_ft.smp.state_machine import (
     Effect,
-    MendSlot,
     NodeMachine,
     StorePermit,
     StoreSlot,
@@ -250,8 +249,6 @@ class SmpService:
     async def _perform(self, effect: Effect) -> None:
         if isinstance(effect, StoreSlot | StorePermit):
             self.store.apply(effect)
-        elif isinstance(effect, MendSlot):
-            await self._mend(effect)
         elif isinstance(effect, ToCoordinator):
             await self.events.emit(effect.body)
         else:
@@ -261,14 +258,6 @@ class SmpService:
                 writer = self.writers.find("encoder", self.machine.world)
             if writer is not None:
                 await self.send_local((writer.identity,), effect.body)
-
-    async def _mend(self, effect: MendSlot) -> None:
-        blocks = effect.blocks
-        written = self.store.mend(effect)
-        self.count_scrub(repaired_blocks=written)
-        left = blocks.left + len(blocks.data) + len(blocks.parity) - written
-        log.warning("%s: %d blocks repaired, %d left", effect.shard_id, written, left)
-        await self.events.emit(m.Repaired(effect.shard_id, blocks.snapshot, written, left))
 
 
 def resident_bytes() -> int:

@@ -323,17 +323,7 @@ class ShardSlots:
                 self.free(index)
         return ended
 
-    # Recovery and repair.
-
-    def repairable(self, snapshot: SnapshotId) -> int:
-        """The slot of a committed snapshot with parity: single blocks of it can be repaired.
-
-        It stays COMMITTED meanwhile: what is written is proved by the roots in its header.
-        """
-        index = self.expect(snapshot, SlotState.COMMITTED)
-        if not self.slots[index].parity_valid:
-            raise m.TransitionRefusedError(f"{self.shard_id} has no parity of {snapshot}")
-        return index
+    # Recovery.
 
     def begin_rebuild(self, snapshot: SnapshotId, iteration: int) -> int:
         """Make a slot the target of a rebuild: lost until its digests have matched."""

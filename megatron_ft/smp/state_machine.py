@@ -60,21 +60,7 @@ class ToCoordinator:
     body: Any
 
 
-@dataclass(frozen=True)
-class MendSlot:
-    """Prove recomputed blocks of a committed slot, write them, and report it.
-
-    ``header`` is the slot's header at the time of the decision.  Effects are carried out in
-    order, so that the slot is not given away before.
-    """
-
-    shard_id: str
-    slot: int
-    header: SlotHeader
-    blocks: m.Recomputed
-
-
-Effect = MendSlot | StoreSlot | StorePermit | ToTrainer | ToEncoder | ToCoordinator
+Effect = StoreSlot | StorePermit | ToTrainer | ToEncoder | ToCoordinator
 
 
 class NodeMachine:
@@ -285,7 +271,7 @@ class NodeMachine:
     def _local_members(self, stripes: tuple[m.StripeOrder, ...]) -> list[str]:
         return [s for stripe in stripes for s in stripe.members if s in self.shards]
 
-    def _order(self, kind: Callable[..., m.Message], message: Any, *more: Any) -> None:
+    def _order(self, kind: Callable[..., m.Message], message: Any) -> None:
         """Pass an order on as this node's encoder needs it: with local arenas and slots."""
         filled = []
         for stripe in message.stripes:
@@ -295,10 +281,9 @@ class NodeMachine:
                 arenas = {s: self.paths[s] for s in local}
                 filled.append(msgspec.structs.replace(stripe, arenas=arenas, slots=slots))
         if filled:
-            order = kind(message.snapshot, message.world, tuple(filled), *more)
-            self._emit(ToEncoder(order))
+            self._emit(ToEncoder(kind(message.snapshot, message.world, tuple(filled))))
 
-    # Recovery and repair.
+    # Recovery.
 
     def _rebuild(self, message: m.Rebuild) -> None:
         """Have lost members solved; those that come here get a slot."""
@@ -325,21 +310,6 @@ class NodeMachine:
         """A shard was read from a drained checkpoint, its digests proven."""
         self._check_world(message.world)
         self._slots_of(message.record.shard_id).loaded(message.record)
-
-    def _repair(self, message: m.Repair) -> None:
-        """Have bad blocks of a committed slot solved."""
-        self._check_world(message.world)
-        for shard_id in self._local_members(message.stripes):
-            self._slots_of(shard_id).repairable(message.snapshot)
-        blocks = (message.shard_id, message.data_blocks, message.parity_blocks)
-        self._order(m.RepairOrder, message, *blocks)
-
-    def _recomputed(self, message: m.Recomputed) -> None:
-        """Bad blocks were solved from parity; they are proven before they are written."""
-        self._check_world(message.world)
-        slots = self._slots_of(message.shard_id)
-        index = slots.repairable(message.snapshot)
-        self._emit(MendSlot(message.shard_id, index, slots.slots[index], message))
 
     def admit(self, incarnation: int) -> m.Refused | None:
         """Accept a new incarnation, once every older writer of the node is dead.
@@ -471,7 +441,6 @@ ORDERS: dict[type[m.Message], Reaction] = {
     m.Abort: NodeMachine._abort,
     m.Rebuild: NodeMachine._rebuild,
     m.Load: NodeMachine._load,
-    m.Repair: NodeMachine._repair,
     m.Adopt: NodeMachine._adopt,
     m.Hold: NodeMachine._pin,
     m.Unhold: NodeMachine._unpin,
@@ -485,7 +454,6 @@ REPORTS: dict[type[m.Message], Reaction] = {
     m.Abandoned: NodeMachine._gave_up,
     m.Encoded: NodeMachine._encoded,
     m.Rebuilt: NodeMachine._rebuilt,
-    m.Recomputed: NodeMachine._recomputed,
     m.OrderDone: NodeMachine._order_ended,
     m.OrderFailed: NodeMachine._order_ended,
 }

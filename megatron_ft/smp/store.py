@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-import numpy as np
-
 from megatron_ft.arena import files
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import fits
@@ -28,11 +26,9 @@ from megatron_ft.core.errors import (
 )
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, SealedRecord
-from megatron_ft.erasure.block_repair import Blocks, mend_data, mend_parity
-from megatron_ft.erasure.member import code_of, member_of
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.slots import ShardSlots
-from megatron_ft.smp.state_machine import MendSlot, NodeMachine, StorePermit, StoreSlot
+from megatron_ft.smp.state_machine import NodeMachine, StorePermit, StoreSlot
 
 log = logging.getLogger(__name__)
 
@@ -215,15 +211,6 @@ class ArenaStore:
         if after:
             reach(after)
 
-    def mend(self, effect: MendSlot) -> int:
-        """Write recomputed blocks that the slot's header proves; how many were written."""
-        arena = self.arenas[effect.shard_id]
-        code = code_of(self._headers[effect.shard_id])
-        member = member_of(arena, effect.slot, effect.header, data=True, parity=True)
-        data, parity = _arrays(effect.blocks.data), _arrays(effect.blocks.parity)
-        written = len(data) if mend_data(code, member, data) else 0
-        return written + (len(parity) if mend_parity(code, member, parity) else 0)
-
     def set_lineage(self, incarnation: int, lineage: tuple[Ancestor, ...]) -> None:
         """Record the current incarnation of the job in every arena."""
         for shard_id, arena in self.arenas.items():
@@ -267,10 +254,6 @@ def free(arenas: Iterable[Arena], paths: Iterable[Path]) -> None:
     for arena in arenas:
         arena.close()
         arena.path.unlink(missing_ok=True)
-
-
-def _arrays(blocks: dict[int, bytes]) -> Blocks:
-    return {number: np.frombuffer(raw, np.uint8) for number, raw in blocks.items()}
 
 
 def _check_same(present: ArenaHeader, wanted: ArenaHeader) -> None:

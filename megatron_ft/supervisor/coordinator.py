@@ -27,9 +27,9 @@ from megatron_ft.supervisor.cycle import (
     SnapshotCycle,
     SnapshotEnded,
 )
+from megatron_ft.supervisor.damage import DamagedShards
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.orders import Timing
-from megatron_ft.supervisor.repairs import Repairs
 from megatron_ft.supervisor.summary import Fallbacks, Skips, SummaryParts, fallbacks
 
 LOOK_SECONDS = 0.25
@@ -76,7 +76,7 @@ class Coordinator(Connections):
         self.moves: dict[str, Any] = {}
         """What became of each node that was to be evacuated, for the summary."""
         self.skips = Skips()
-        self.repairs = Repairs(self)
+        self.damage = DamagedShards(observers)
         self.given_up = (0, "")
         """Snapshots aborted since the last commit, and the reason of the last one."""
         self.listeners: list[Callable[[m.NodeEvent], None]] = []
@@ -109,11 +109,9 @@ class Coordinator(Connections):
             "drain_failure": self.drain_failures[1],
             "given_up": self.given_up[0],
             "given_up_reason": self.given_up[1],
-            "blocks": {
-                "bad": self.repairs.found,
-                "repaired": self.repairs.repaired,
-                "damaged_shards": len(self.repairs.lost),
-            },
+            "damaged_shards": self.damage.held(
+                [one for some in self.held.values() for one in some]
+            ),
             "watch": self.watched,
             "moves": self.moves,
             "committed": None
@@ -151,14 +149,13 @@ class Coordinator(Connections):
         """Permit one snapshot after the other until ``stop_snapshots``."""
         self.cycle = cycle
         self._protect_tries.clear()
-        self.repairs.begin_incarnation()
         self._keep(self._pump(cycle))
 
     def fallbacks(self) -> Fallbacks:
         """The snapshots that failures would fall back to; without training those committed last."""
         if self.cycle is not None:
-            damaged = self.repairs.lost
-            return fallbacks(self.held, self.cycle.places, self.cycle.stripes, damaged)
+            cycle, damaged = self.cycle, self.damage.lost
+            return fallbacks(self.held, cycle.places, cycle.stripes, damaged)
         committed, protected = self.committed, self.protected
         return Fallbacks(
             None if committed is None else m.HeldSnapshot(*committed[:2], False),
@@ -197,9 +194,6 @@ class Coordinator(Connections):
         while self.cycle is cycle:
             if self.usable_world:
                 self._world_seen = time.monotonic()
-            if cycle.phase == CyclePhase.IDLE and self.repairs.due:
-                await self.repairs.work(cycle.stripes, cycle.places)
-                continue
             if cycle.phase == CyclePhase.IDLE and not self.paused:
                 await self.refresh()
                 # A pause may have come with these heartbeats.
@@ -229,7 +223,7 @@ class Coordinator(Connections):
             return []
         if halt is None and newest is not None and newest[2] == "local" and world:
             tries = self._protect_tries.get(newest[0], 0)
-            damaged = any(snapshot == newest[0] for _, snapshot in self.repairs.lost)
+            damaged = any(snapshot == newest[0] for _, snapshot in self.damage.lost)
             tries = MOST_PROTECT_TRIES if damaged else tries
             if tries < MOST_PROTECT_TRIES and (actions := cycle.protect(*newest[:2], world)):
                 self._first_try = self._first_try if tries else time.monotonic()
@@ -319,7 +313,7 @@ class Coordinator(Connections):
                 self._standstill.ended.set_result(ended)
         if ended.again and ended.level == "local":
             # It is what it was, or known to be less; the event of the broken world has the reason.
-            self.repairs.count_lost(ended.snapshot, ended.corrupt)
+            self.damage.count_lost(ended.snapshot, ended.corrupt)
             return
         text, fields = f"snapshot of iteration {ended.iteration}", {"iteration": ended.iteration}
         if ended.level != "aborted":
@@ -362,7 +356,7 @@ class Coordinator(Connections):
         if isinstance(body, m.WriterGone) and body.role == "encoder" and body.who == self.world:
             self.world_lost()
         if self.cycle is not None:
-            self.repairs.on_event(event)
+            self.damage.on_event(event)
             self._perform(self.cycle, self.cycle.handle(event.node, body))
         for listener in list(self.listeners):
             listener(event)

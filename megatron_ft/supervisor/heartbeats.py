@@ -1,22 +1,17 @@
 """The progress of all trainers as heartbeats bring it, and what follows from it.
 
-``Heartbeats`` keeps each rank's newest report.  ``StragglerFinder`` compares ranks that do the
-same work, ``RecoveryClock`` measures how long the job needs from a failure to its next iteration.
+``Heartbeats`` keeps each rank's newest report.  ``RecoveryClock`` measures how long the job needs
+from a failure to its next iteration.
 """
 
 from __future__ import annotations
 
-import math
-import re
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from megatron_ft.rpc.heartbeat_page import PulseReport
-from megatron_ft.trainer.heartbeats import WINDOW, WindowSummary
 
 
 @dataclass(frozen=True)
@@ -63,84 +58,6 @@ class Heartbeats:
         heard = sorted(self._heard.values(), key=lambda heard: heard.report.rank)
         whole = len(heard) == ranks and all(one.at >= since for one in heard)
         return heard if whole else []
-
-
-LEAST_SECONDS = 0.001
-"""A difference below this does not matter, however short iterations are."""
-
-SIGNIFICANT = 6.0
-"""Standard errors that a difference must exceed: with thousands of ranks, four are exceeded by
-chance all the time."""
-
-MEDIAN_ERROR = 1.2533 * 1.4826 / math.sqrt(WINDOW)
-"""Standard error of the median of a window, in median absolute deviations, where values are
-normally distributed."""
-
-SAMPLING = 0.7
-"""A rank slower by exactly the limit is measured below it every second time."""
-
-
-def find_stragglers(windows: Mapping[int, WindowSummary], percent: float) -> dict[int, float]:
-    """The slow ones among ranks that do the same work, and by which share each is slower.
-
-    ``windows`` are all of one index.  A rank is compared with the median of the others.  It is
-    named when it is slower by ``percent`` (less the error of sampling), by more than chance
-    explains, and by a millisecond.  0 percent names nobody, and so does a rank without peers.
-    """
-    found = {}
-    for rank, mine in sorted(windows.items()) if percent > 0 else ():
-        others = [w for r, w in windows.items() if r != rank]
-        peers = median(w.own for w in others) if others else 0.0
-        if peers <= 0:
-            continue
-        error = MEDIAN_ERROR * math.hypot(mine.spread, median(w.spread for w in others))
-        least = max(SAMPLING * percent / 100 * peers, SIGNIFICANT * error, LEAST_SECONDS)
-        if mine.own - peers >= least:
-            found[rank] = mine.own / peers - 1
-    return found
-
-
-class StragglerFinder:
-    """Compares ranks that hold the same part of the model, on data of their own.
-
-    ``present`` are the stragglers of the newest windows: by which share each rank is slower.
-    """
-
-    def __init__(self, percent: float) -> None:
-        self.present: dict[int, float] = {}
-        self._percent = percent
-        self._judged: dict[str, int] = {}
-
-    def begin_incarnation(self) -> None:
-        """Ranks may be on other nodes now, and start at another iteration."""
-        self._judged.clear()
-        self.present.clear()
-
-    def poll(self, heard: Sequence[RankReport]) -> list[str]:
-        """New stragglers since the last call, in words."""
-        groups: dict[str, list[RankReport]] = defaultdict(list)
-        for one in heard:
-            groups[re.sub(r"dp\d+", "dp", one.shard)].append(one)
-        return [text for name, members in groups.items() for text in self._judge(name, members)]
-
-    def _judge(self, name: str, members: Sequence[RankReport]) -> list[str]:
-        """Judge one group if all of it has ended a new window."""
-        indices = {one.report.window for one in members}
-        if len(indices) != 1 or (index := indices.pop()) <= self._judged.get(name, -1):
-            return []
-        self._judged[name] = index
-        nodes = {one.report.rank: one.node for one in members}
-        reports = {one.report.rank: one.report for one in members}
-        windows = {r: WindowSummary(index, one.own, one.spread) for r, one in reports.items()}
-        before = {rank for rank in windows if self.present.pop(rank, None)}
-        slow = find_stragglers(windows, self._percent)
-        self.present |= slow
-        return [
-            f"rank {rank} on {nodes[rank]} is a straggler since iteration {index * WINDOW}: its "
-            f"own part takes {1e3 * windows[rank].own:.1f} ms, {excess:.0%} more than its peers'"
-            for rank, excess in slow.items()
-            if rank not in before
-        ]
 
 
 PARTS = ("detect", "kill", "decide", "rebuild", "start", "iterate")

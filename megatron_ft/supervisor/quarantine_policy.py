@@ -57,7 +57,7 @@ class QuarantinePolicy:
     @property
     def damaged(self) -> set[tuple[str, SnapshotId]]:
         """Shards that count as lost in these snapshots."""
-        return self._corrupt | self._coordinator.repairs.lost
+        return self._corrupt | self._coordinator.damage.lost
 
     def admitted(self) -> None:
         """Drop the events of the last incarnation: all nodes are in a new one."""
@@ -174,7 +174,7 @@ class QuarantinePolicy:
             self._coordinator.observers.emit("corrupt", text + "as lost")
         elif isinstance(body, m.Rebuilt):
             self._corrupt.discard((body.shard_id, body.snapshot))
-            self._coordinator.repairs.lost.discard((body.shard_id, body.snapshot))
+            self._coordinator.damage.lost.discard((body.shard_id, body.snapshot))
 
     def _remember(self, quarantine: Quarantine) -> None:
         """Put a quarantine in force; if its note fails, until this supervisor ends."""

@@ -1,4 +1,4 @@
-"""The watch over a running job: hangs, stragglers and the time of recoveries, in one loop.
+"""The watch over a running job: hangs and the time of recoveries, in one loop.
 
 A rank hangs when it makes no progress for longer than it ever did before; how long that is
 is learned from silences that ended by themselves.  The rank that a stuck job waits for is decided
@@ -23,7 +23,7 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.heartbeat_page import TrainerPhase
 from megatron_ft.smp.heartbeats import STACK_SECONDS
 from megatron_ft.supervisor.coordinator import Coordinator
-from megatron_ft.supervisor.heartbeats import RankReport, RecoveryClock, StragglerFinder
+from megatron_ft.supervisor.heartbeats import RankReport, RecoveryClock
 from megatron_ft.trainer.heartbeats import FIRST_ITERATIONS
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,6 @@ class JobWatch:
     def __init__(self, coordinator: Coordinator, settings: SnapshotConfig, log_dir: Path) -> None:
         self.clock = RecoveryClock()
         self._coordinator, self._settings, self._log_dir = coordinator, settings, log_dir
-        self._stragglers = StragglerFinder(settings.straggler_percent)
         self._ranks, self._longest, self._failed = 0, 0.0, False
         self._recovery: dict[str, Any] | None = None
 
@@ -102,7 +101,6 @@ class JobWatch:
         """
         self._ranks = ranks
         self._coordinator.pulses.begin_incarnation()
-        self._stragglers.begin_incarnation()
         self.clock.starting(decided)
 
     async def until_hang(self) -> Hang:
@@ -134,21 +132,16 @@ class JobWatch:
         return heard
 
     def _poll(self, heard: Sequence[RankReport]) -> None:
-        """Emit recoveries that have ended and new stragglers, and renew what status shows."""
-        coordinator, slow = self._coordinator, self._stragglers
+        """Emit recoveries that have ended, and renew what status shows."""
+        coordinator = self._coordinator
         if (done := self.clock.poll(heard)) is not None:
             coordinator.observers.emit("recovered", done.describe(), **done.fields())
             self._recovery = {"text": done.describe(), "total": done.total, **done.parts()}
             self._recovery["restart"] = done.restart()
-        for text in slow.poll(heard):
-            coordinator.observers.emit("straggler", text, ranks=sorted(slow.present))
         coordinator.watched = {
             "hang_timeout": round(learned_timeout(self._longest, self._settings), 3),
             "recovery": self._recovery,
             "iteration_seconds": max((one.report.typical for one in heard), default=0.0),
-            "stragglers": [
-                {"rank": rank, "excess": round(excess, 4)} for rank, excess in slow.present.items()
-            ],
         }
 
     def _stuck(self, heard: Sequence[RankReport]) -> list[float]:

@@ -77,9 +77,9 @@ def connect(rank: int) -> TrainerClient:
     return TrainerClient(ProcessEnvironment.from_env(), rank, number("LOCAL_RANK", 0))
 
 
-def watch(rank: int, gradients: bool) -> TrainerWatch:
-    """The watch of this process, which follows its gradients if asked to; errors as ``connect``."""
-    return TrainerWatch.begin(ProcessEnvironment.from_env(), rank, gradients)
+def watch(rank: int) -> TrainerWatch:
+    """The watch of this process; errors as ``connect``."""
+    return TrainerWatch.begin(ProcessEnvironment.from_env(), rank)
 
 
 def note_imports() -> None:
@@ -151,8 +151,7 @@ class SnapshotManager:
         self.world_size = number("WORLD_SIZE", 1) if world_size is None else world_size
         self.shard_id = shard_id or make_shard_id(dp=self.rank)
         self.stats = CaptureStats()
-        gradients = self.config.straggler_percent > 0
-        self.watch = TrainerWatch(None, self.rank) if client else watch(self.rank, gradients)
+        self.watch = TrainerWatch(None, self.rank) if client else watch(self.rank)
         self._client = client or connect(self.rank)
         self._copier, self._rank_rule = copier, rank_rule
         self._adapt = StateAdapter(replicated)
@@ -286,8 +285,6 @@ class SnapshotManager:
             lambda _optimizer, _args, _kwargs: self._before_step()
         )
         self._hooks.append(handle)
-        groups = getattr(optimizer, "param_groups", ())
-        self.watch.follow(parameter for group in groups for parameter in group["params"])
         return handle
 
     def close(self, *, at_once: bool = False) -> None:

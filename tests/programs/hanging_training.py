@@ -1,7 +1,7 @@
 """examples/plain_pytorch.py with one rank that stops making progress, in ways of its own.
 
 MEGATRON_FT_TEST_HANGS is a list ``incarnation:kind:iteration:rank``; incarnation ``*`` stands for
-all.  With kind ``slow`` the third number is how many milliseconds longer each iteration takes.
+all.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -60,14 +58,12 @@ def hanging(train_one: Any, faults: list[list[str]]) -> Any:
     mine = {
         int(at): KINDS[kind]
         for incarnation, kind, at, rank in faults
-        if incarnation in here[:2] and rank == here[2] and kind != "slow"
+        if incarnation in here[:2] and rank == here[2]
     }
-    slower = [int(at) for _, kind, at, rank in faults if (kind, rank) == ("slow", here[2])]
 
     def step(state: dict[str, Any], iteration: int, device: Any) -> float:
         if iteration in mine:
             mine[iteration]()
-        time.sleep(sum(slower) / 1000)
         return float(train_one(state, iteration, device))
 
     return step
@@ -78,10 +74,6 @@ def main() -> None:
     training = load()
     faults = [fault.split(":") for fault in os.environ["MEGATRON_FT_TEST_HANGS"].split()]
     training.train_one = hanging(training.train_one, faults)
-    if any(kind == "slow" for _, kind, _, _ in faults):
-        # Buffers are exchanged in the forward pass, where a wait counts as the rank's own part.
-        parallel = training.DistributedDataParallel
-        training.DistributedDataParallel = partial(parallel, broadcast_buffers=False)
     training.main()
 
 

@@ -15,16 +15,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from megatron_ft.arena.format import SlotState
-from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.cycle import CyclePhase
 from tests.protocol.model import holes
-from tests.protocol.model.encoder import Encoder
 from tests.protocol.model.judge import Violation
-from tests.protocol.model.memory import DAMAGED
-from tests.protocol.model.shape import Shape, Step
+from tests.protocol.model.shape import Shape
 from tests.protocol.model.walks import Part, Until, directed, explain, walk
-from tests.protocol.model.world import World
 
 SHORTEN = os.environ.get("MEGATRON_FT_MODEL_SHORTEN", "1") != "0"
 RESETS = Shape("xor", 2, 1, spares=1, slots=2, stripes=2, resets=True)
@@ -81,77 +75,6 @@ CUT_OFF: list[Part] = [
     ("heal", "n1"),
     Until(lambda world: world.trains_on("n1"), {"repair": 0.0}),
 ]
-
-
-def older_slot(world: World) -> tuple[str, int] | None:
-    """The shard and slot on n0 of what is committed there beside something newer with parity."""
-    if (
-        world.incarnation is None
-        or world.incarnation.cycle is None
-        or world.incarnation.cycle.phase != CyclePhase.IDLE
-    ):
-        return None
-    for arena in world.nodes["n0"].arenas.values():
-        order = sorted((s.header.snapshot or (0, 0), i) for i, s in enumerate(arena.slots))
-        if all(s.header.parity_valid and s.header.record for s in arena.slots):
-            return arena.shard, order[0][1]
-    return None
-
-
-def solver(world: World) -> Encoder | None:
-    """The encoder that has recomputed what was damaged and has not passed it on yet."""
-    for p in world.processes.values():
-        if isinstance(p, Encoder) and isinstance(p.order, m.RepairOrder) and p.stage == 2:
-            return p
-    return None
-
-
-def pid_of_solver(world: World) -> int:
-    found = solver(world)
-    assert found is not None
-    return found.pid
-
-
-def flip_older(world: World) -> Step:
-    found = older_slot(world)
-    assert found is not None
-    return ("flip", "n0", *found)
-
-
-# The encoder that has recomputed a block of an older snapshot is suspended; the repair is given
-# up, the slot goes to the next snapshot, and then the encoder wakes.
-LATE_REPAIR: list[Part] = [
-    Until(lambda world: older_slot(world) is not None),
-    flip_older,
-    Until(lambda world: solver(world) is not None, {"propose": 0.0}),
-    lambda world: ("suspend", pid_of_solver(world)),
-    ("mend_late",),
-    Until(
-        lambda world: (
-            all(
-                x.header.state >= SlotState.SEALED
-                for a in world.nodes["n0"].arenas.values()
-                for x in a.slots
-            )
-            and not any(
-                DAMAGED in x.data for a in world.nodes["n0"].arenas.values() for x in a.slots
-            )
-        ),
-        {"resume": 0.0, "end": 0.0},
-    ),
-    lambda world: ("resume", pid_of_solver(world)),
-    lambda world: ("encoder", pid_of_solver(world)),
-    Until(lambda world: world.judge.local_floor == max(world.judge.sealed)),
-]
-
-
-def test_a_repair_that_comes_late_changes_nothing() -> None:
-    assert directed(SHAPES["replica, damage"], 1, LATE_REPAIR) == ""
-
-
-def test_written_by_the_encoder_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    holes.repaired_by_the_encoder(monkeypatch)
-    assert "would be served as" in directed(SHAPES["replica, damage"], 1, LATE_REPAIR)
 
 
 # What is drained is local only and lost with a node, while the disk cannot be read; the job

@@ -22,7 +22,7 @@ ARENA_HEADER, SLOT_HEADER = "arena header", "slot header"
 PERMIT, PROGRESS, PREAMBLE = "permit", "progress", "magic and version"
 
 IN_BLOCKS = (DATA, TABLE, PADDING, PARITY, PARITY_DIGESTS)
-"""Regions that parity repairs, block by block."""
+"""Regions that have digests, block by block."""
 
 
 @dataclass(frozen=True)

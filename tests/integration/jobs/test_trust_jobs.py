@@ -1,4 +1,4 @@
-"""Memory that goes bad under a running job: found by the scrub, repaired, training continues."""
+"""Memory that goes bad under a running job: found by the scrub, and never restored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatron_ft.arena.arena import Arena
@@ -18,7 +17,6 @@ from megatron_ft.cli import status
 from megatron_ft.cli.main import main
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask
-from megatron_ft.smp import scrub as scrub_module
 from megatron_ft.supervisor.job_state import read_record
 from tests.programs.declining_training import REASON
 from tests.support.disk_jobs import signal_trainers
@@ -104,7 +102,7 @@ def wait_for(job: Job, kind: str, times: int = 1) -> None:
     wait_until(lambda: job.kinds().count(kind) >= times, job)
 
 
-def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
+def test_damage_in_memory_is_found_and_rebuilt_from_parity_by_the_next_start(
     tmp_path: Path, two: Result, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Three slots: two snapshots are there, whatever is being captured when the user rewinds.
@@ -114,24 +112,21 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
     rewound: list[int] = []
     told: list[str] = []
 
-    def repaired_in_a_pass(view: dict[str, Any]) -> bool:
-        nothing_lost = view["summary"]["blocks"]["damaged_shards"] == 0
-        return nothing_lost and view["nodes"]["n1"]["scrub"]["passes"] > 0
+    def found_in_a_pass(view: dict[str, Any]) -> bool:
+        found = view["summary"]["damaged_shards"] == 1
+        return found and view["nodes"]["n1"]["scrub"]["passes"] > 0
 
     def damage(job: Job) -> None:
         pause(job, True)
         with Arena.open(job.cluster.node_dir("n1") / f"{shard(1)}.arena") as arena:
             slot = newest(arena)
             data, parity = arena.data(slot, writable=True), arena.parity(slot, writable=True)
-            before = data.copy(), parity.copy()
             data[100] ^= 1
             parity[-1] ^= 64
             job.supervisor.coordinator.scrub_percent = 50.0
-            wait_for(job, "repaired")
-            assert np.array_equal(data, before[0]) and np.array_equal(parity, before[1])
             del data, parity
-        view.update(shown(job, repaired_in_a_pass))
-        # The repaired snapshot is the newest: a trainer that dies now must get the right bytes.
+        view.update(shown(job, found_in_a_pass))
+        # The damaged snapshot is the newest: a trainer that dies now must get the right bytes.
         os.kill(job.trainers()[0], signal.SIGKILL)
         pause(job, False)
 
@@ -156,60 +151,22 @@ def test_damage_in_memory_is_repaired_from_parity_while_training_goes_on(
     finally:
         job.cluster.destroy()
     assert not difference(job.result(), two), job.story()
-    assert job.kinds().index("repaired") < job.kinds().index("trainer_died"), job.story()
+    assert job.kinds().index("corrupt") < job.kinds().index("trainer_died"), job.story()
     first, second = job.restores()
-    assert first[1] == second[1] == "own memory", job.story()
+    assert (first[1], second[1]) == ("parity", "own memory"), job.story()
     assert second[0] == sorted(rewound)[-2] and "rewind" in job.kinds(), job.story()
     assert f"starts again from before iteration {max(rewound)}\n" in told[0]
     assert "backoff" not in job.kinds(), "what was asked for is no failure"
     counts = view["nodes"]["n1"]["scrub"]
-    assert counts["bad_blocks"] == 2 and counts["repaired_blocks"] == 2, counts
-    assert counts["passes"] > 0, counts
-    assert "2 repaired; 0 shards count as lost" in status.render("job", view)
-
-
-@pytest.mark.all_layouts
-def test_more_blocks_than_one_report_lists_are_repaired_one_report_after_the_other(
-    tmp_path: Path,
-) -> None:
-    """With blocks as long as arenas have them: what a repair sends back is 32 MiB long."""
-    # No scrub until all is damaged: one that passes meanwhile would report a part of it.
-    job = Job(tmp_path, nodes=2, iterations=24, scrub_percent=0.0, width=2432)
-    most = scrub_module.MOST_LISTED
-
-    def damage(job: Job) -> None:
-        pause(job, True)
-        with Arena.open(job.cluster.node_dir("n1") / f"{shard(1)}.arena") as arena:
-            slot, size = newest(arena), arena.geometry.block_bytes
-            record = arena.slot(slot).record
-            assert record is not None and record.tensor_bytes > (most + 3) * size
-            data, parity = arena.data(slot, writable=True), arena.parity(slot, writable=True)
-            before = data.copy(), parity.copy()
-            data[: (most + 3) * size : size] ^= 1
-            parity[-size:] ^= 1
-            job.supervisor.coordinator.scrub_percent = 100.0
-            wait_until(lambda: np.array_equal(data, before[0]), job)
-            wait_until(lambda: np.array_equal(parity, before[1]), job)
-        shown(job, lambda view: view["summary"]["blocks"]["damaged_shards"] == 0)
-        os.kill(job.trainers()[1], signal.SIGKILL)
-        pause(job, False)
-
-    try:
-        job.run((5, damage))
-    finally:
-        job.cluster.destroy()
-    first = next(event.text for event in job.events if event.kind == "not_repaired")
-    assert f"{most} blocks were repaired, and 4 are left to be listed" in first, job.story()
-    (last,) = (event.fields["blocks"] for event in job.events if event.kind == "repaired")
-    assert last == 4, job.story()
-    assert [source for _, source in job.restores()] == ["own memory"], job.story()
+    assert counts["bad_blocks"] == 2 and counts["passes"] > 0, counts
+    assert "2 bad blocks found; 1 shards count as lost" in status.render("job", view)
 
 
 def test_more_damage_than_parity_counts_as_lost_and_is_not_restored(
     tmp_path: Path, two: Result
 ) -> None:
     """One row damaged in two members of a stripe with one parity: said, and never loaded."""
-    # No scrub until both are damaged: the first one alone would be repaired.
+    # No scrub until both are damaged: one that passes meanwhile would report a part of it.
     job = Job(tmp_path, nodes=2, protect="xor:2", iterations=ITERATIONS, scrub_percent=0.0, slots=3)
 
     def damage(job: Job) -> None:
@@ -222,7 +179,7 @@ def test_more_damage_than_parity_counts_as_lost_and_is_not_restored(
                 parity[100] ^= 1
                 del data, parity
         job.supervisor.coordinator.scrub_percent = 50.0
-        wait_for(job, "not_repaired")
+        wait_for(job, "corrupt", 2)
         os.kill(job.trainers()[0], signal.SIGKILL)
         pause(job, False)
 

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from megatron_ft.cli.demo import demo_model
 from megatron_ft.core import environment
 from megatron_ft.core.errors import UnsupportedVersionError
+from megatron_ft.core.frameworks import MEGATRON
 from megatron_ft.core.startup import AFTER_IMPORT, FOLDER, HOOKS, LOOP, before_script, sitecustomize
 from megatron_ft.core.startup.sitecustomize import AfterImport, call_hook
-from megatron_ft.megatron import hooks, versions
+from megatron_ft.megatron import hooks
 from tests.support import traced_script
 
 ROOT = Path(__file__).parents[3]
@@ -272,7 +273,7 @@ def test_an_unsupported_megatron_is_refused_by_name_before_anything_else(tmp_pat
     done = start_under_supervision(script, tmp_path)
     assert done.returncode != 0 and "it continued" not in done.stdout
     name = "no function megatron.training.training.checkpoint_and_decide_exit"
-    assert name in done.stderr and versions.WORKING in done.stderr
+    assert name in done.stderr and MEGATRON.working in done.stderr
 
 
 @pytest.mark.megatron

@@ -313,10 +313,8 @@ class _Describer:
         record = get("record")
         shard = get("shard_id") or (record.shard_id if record is not None else None)
         snapshot = get("snapshot") or (record.snapshot if record is not None else None)
-        target = isinstance(message, m.Repair | m.RepairOrder)
         if shard is not None:
-            mine = self.owner.get(shard) == node.name
-            shard = mine if target else self._shard(node, shard)
+            shard = self._shard(node, shard)
         return (
             type(message).__name__,
             snapshot,
@@ -326,7 +324,6 @@ class _Describer:
             get("level") or get("role") or get("corrupt"),
             self.worlds.get(get("who") or "", 0),
             self._lost(node, get("stripes") or ()),
-            get("left"),
             isinstance(message, m.Admit) and message.survivors != (),
         )
 
@@ -377,13 +374,6 @@ class _Describer:
                 )
                 for s in own
             ),
-            tuple(sorted((own.index(s), at) for s, at in incarnation.bad if s in own)),
-            tuple(
-                sorted(
-                    (own.index(s), at, n) for (s, at), n in incarnation.attempts.items() if s in own
-                )
-            ),
-            incarnation.repair is not None and incarnation.repair.shard_id in own,
         )
 
     def _of_judge(self, node: Node) -> View:
@@ -460,9 +450,6 @@ class _Describer:
             ),
             inside,
             None if drain is None else (drain.snapshot, drain.stage, drain.waiting, drain.failed),
-            None
-            if incarnation.repair is None
-            else (incarnation.repair.snapshot, incarnation.repair.data_blocks),
         )
 
     def _judge(self) -> View:

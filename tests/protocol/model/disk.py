@@ -255,15 +255,6 @@ class DiskSteps:
         self.judge.hurt.add(shard)
         self.changed = True
 
-    def _do_mend(self) -> None:
-        """The coordinator has what the scrub found repaired."""
-        assert self.incarnation is not None
-        self.incarnation.begin_repair(self)
-
-    def _do_mend_late(self) -> None:
-        assert self.incarnation is not None
-        self.incarnation.give_up_repair(self)
-
     def committed_slots(self, name: str) -> list[tuple[str, int]]:
         """Slots of a node that hold something committed and undamaged, with parity."""
         return [

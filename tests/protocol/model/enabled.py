@@ -29,7 +29,6 @@ FAULTS = {
     "freeze": "an SMP is suspended",
     "give_up": "capturing or encoding takes too long",
     "lose": "a node is lost with all it holds",
-    "mend_late": "a repair takes too long",
     "reader_dies": "a reader dies",
     "reset": "a connection is made anew without what was under way",
     "resend": "the answer to Commit or Abort takes too long",
@@ -226,7 +225,7 @@ def _enough_nodes(world: World) -> bool:
 
 def _cycle_steps(world: World, incarnation: Incarnation) -> Iterator[Weighted]:
     assert incarnation.cycle is not None
-    if incarnation.cycle.phase == CyclePhase.IDLE and incarnation.repair is None:
+    if incarnation.cycle.phase == CyclePhase.IDLE:
         more = not incarnation.cycle._last and incarnation.cycle._sequence < _permits(world)
         if world.may_protect(incarnation) and (more or not world.bounds):
             yield 3.0, ("protect",)
@@ -248,10 +247,6 @@ def _cycle_steps(world: World, incarnation: Incarnation) -> Iterator[Weighted]:
         silent = not world.nodes[name].answering and world.nodes[name].up
         if silent and world.unanswered(name) is not None:
             yield 0.02, ("resend", name)
-    if incarnation.repair is not None:
-        yield 0.05, ("mend_late",)
-    elif incarnation.may_repair(world):
-        yield 3.0, ("mend",)
 
 
 def _permits(world: World) -> int:

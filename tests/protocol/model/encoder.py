@@ -1,4 +1,4 @@
-"""Encoders of the protocol model: one world of them computes, rebuilds or repairs together."""
+"""Encoders of the protocol model: one world of them computes or rebuilds together."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from megatron_ft.core.identity import SealedRecord
 from megatron_ft.rpc import messages as m
-from tests.protocol.model.memory import MemoryArena, MemorySlot, Tag, root_of
+from tests.protocol.model.memory import MemoryArena, MemorySlot, Tag
 from tests.protocol.model.processes import Process
 
-Order = m.EncodeOrder | m.RebuildOrder | m.RepairOrder
+Order = m.EncodeOrder | m.RebuildOrder
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Encoder(Process):
         session, size = self._session(), len(self._stripe().members)
         everyone = len(session.views) == size
         name = self._stages()[self.stage]
-        if name in (Encoder._read, Encoder._solve):
+        if name == Encoder._read:
             return everyone and not self.mpi.broken
         if name == Encoder._report:
             return len(session.finished) == size
@@ -99,11 +99,7 @@ class Encoder(Process):
     def _stages(self) -> list[Callable[[Encoder], None]]:
         """What comes after the introduction, at its number."""
         parts = len(next(iter(self._session().views.values())).data)
-        if isinstance(self.order, m.RepairOrder):
-            mine = self.order.shard_id == self._shard()
-            work = [Encoder._solve, Encoder._send] if mine else []
-        else:
-            work = [Encoder._read, Encoder._write] * parts
+        work = [Encoder._read, Encoder._write] * parts
         return [Encoder._finish, *work, Encoder._finish, Encoder._report]
 
     def _stripe(self) -> m.StripeOrder:
@@ -189,34 +185,6 @@ class Encoder(Process):
         elif self._lost():
             view.write_data(part, self.buffer[0])
             view.write_parity(part, self.buffer[1])
-        self.stage += 1
-
-    def _solve(self) -> None:
-        """Recompute what is damaged, if all that is needed of the others is right."""
-        assert isinstance(self.order, m.RepairOrder)
-        snapshot, stripe = self.order.snapshot, self._stripe()
-        whole = frozenset((snapshot, shard) for shard in stripe.members)
-        helpers = [
-            (stripe.members[member], view)
-            for member, view in self._session().views.items()
-            if member != self._member()
-        ]
-        self.buffer = {
-            part: root_of((snapshot, self.order.shard_id))
-            for part in self.order.data_blocks
-            if all(
-                view.data[part] == (snapshot, shard) and view.parity[part] == whole
-                for shard, view in helpers
-            )
-        }
-        self.stage += 1
-
-    def _send(self) -> None:
-        assert isinstance(self.order, m.RepairOrder)
-        order, found = self.order, self.buffer
-        left = len(order.data_blocks) - len(found)
-        body = m.Recomputed(order.snapshot, self.world, order.shard_id, found, {}, left)
-        self.outbox.append(body)
         self.stage += 1
 
     def _finish(self) -> None:

@@ -23,7 +23,6 @@ from megatron_ft.supervisor.cycle import Action, CyclePhase, SnapshotCycle
 from tests.protocol.model import memory
 from tests.protocol.model.disk import DiskSteps
 from tests.protocol.model.drain import Drain
-from tests.protocol.model.encoder import Encoder
 from tests.protocol.model.judge import Judge
 from tests.protocol.model.memory import record_of
 from tests.protocol.model.node import Node
@@ -270,19 +269,6 @@ def late_words_obeyed(patch: pytest.MonkeyPatch) -> None:
 def any_checkpoint(patch: pytest.MonkeyPatch) -> None:
     """A drained checkpoint is taken although the job was rolled back to before it."""
     patch.setattr(drained, "on_lineage", lambda snapshot, lineage: True)
-
-
-def repaired_by_the_encoder(patch: pytest.MonkeyPatch) -> None:
-    """The encoder writes what it has recomputed into the slot where the snapshot was."""
-
-    def send(self: Encoder) -> None:
-        assert isinstance(self.order, m.RepairOrder)
-        view = self._session().views[self._member()]
-        for part in self.buffer:
-            view.write_data(part, (self.order.snapshot, self.order.shard_id))
-        self.stage += 1
-
-    patch.setattr(Encoder, "_send", send)
 
 
 def tidied_by_an_older_incarnation(patch: pytest.MonkeyPatch) -> None:

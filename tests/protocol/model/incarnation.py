@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft.checkpoint.decide import Decision
-from megatron_ft.core.identity import SnapshotId, extend
+from megatron_ft.core.identity import extend
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.cycle import Action, CyclePhase, KillWorld, Send, SnapshotCycle
+from megatron_ft.supervisor.cycle import Action, KillWorld, Send, SnapshotCycle
 from megatron_ft.supervisor.orders import create_requests, stripe_orders
-from megatron_ft.supervisor.repairs import MOST_ATTEMPTS
 from megatron_ft.supervisor.schedule import Schedule
 from tests.protocol.model.drain import Checkpoint, Drain, decide_with
-from tests.protocol.model.node import CYCLE, DRAIN, REPAIR
+from tests.protocol.model.node import CYCLE, DRAIN
 
 if TYPE_CHECKING:
     from tests.protocol.model.world import World
@@ -64,9 +63,6 @@ class Incarnation:
     hellos: set[str] = field(default_factory=set)
     rebuilt: set[str] = field(default_factory=set)
     drain: Drain | None = None
-    bad: dict[tuple[str, SnapshotId], tuple[int, ...]] = field(default_factory=dict)
-    attempts: dict[tuple[str, SnapshotId], int] = field(default_factory=dict)
-    repair: m.Repair | None = None
     decided: int = 0
 
     def resume(self, world: World) -> None:
@@ -270,7 +266,8 @@ class Incarnation:
         elif isinstance(body, m.OrderFailed) and self.cycle is None:
             self._rebuild_failed(world, body)
         if self.cycle is not None:
-            self._note_damage(world, body)
+            if isinstance(body, m.BadBlocks):
+                world.known_bad.add((body.shard_id, body.snapshot))
             self.carry_out(world, self.cycle.handle(node, body))
 
     def _rebuild_failed(self, world: World, body: m.OrderFailed) -> None:
@@ -288,8 +285,6 @@ class Incarnation:
             self.carry_out(world, self.cycle.answered(node, request, answer))
         elif number == DRAIN and self.drain is not None:
             self.drain.answered(request, answer)
-        elif number == REPAIR and isinstance(answer, m.Refused) and request == self.repair:
-            self._end_repair(world)
 
     def carry_out(self, world: World, actions: list[Action]) -> None:
         for action in actions:
@@ -305,42 +300,3 @@ class Incarnation:
                     world.judge.aborted.add(action.snapshot)
                 else:
                     world.newest = action.snapshot
-
-    # Repairs: supervisor/repairs.py.
-
-    def _note_damage(self, world: World, body: Any) -> None:
-        if isinstance(body, m.BadBlocks):
-            key = body.shard_id, body.snapshot
-            world.known_bad.add(key)
-            attempts = self.attempts.get(key, 0)
-            if key not in self.bad and attempts < MOST_ATTEMPTS:
-                self.bad[key], self.attempts[key] = body.data_blocks, attempts + 1
-        elif isinstance(body, m.Repaired) and self.repair is not None:
-            if not body.left:
-                world.known_bad.discard((body.shard_id, body.snapshot))
-            self.repair = None
-        elif isinstance(body, m.OrderFailed | m.WriterGone) and self.repair is not None:
-            self.repair = None
-
-    def may_repair(self, world: World) -> bool:
-        """Between two snapshots, when there are encoders, one at a time."""
-        idle = self.cycle is not None and self.cycle.phase == CyclePhase.IDLE
-        return idle and bool(self.bad) and self.repair is None and bool(self.usable_world(world))
-
-    def begin_repair(self, world: World) -> None:
-        assert self.cycle is not None
-        (shard, snapshot), blocks = self.bad.popitem()
-        stripe = next(s for s in self.cycle.stripes if shard in s.members)
-        self.repair = m.Repair(
-            self.incarnation, snapshot, self.encoders, (stripe,), shard, blocks, ()
-        )
-        for member in stripe.members:
-            world.send(self, self.places[member], self.repair, REPAIR)
-
-    def _end_repair(self, world: World) -> None:
-        """It was refused, or took too long: some encoders may wait for the others."""
-        self.repair, self.up = None, set()
-        world.end_world(self.encoders)
-
-    def give_up_repair(self, world: World) -> None:
-        self._end_repair(world)

@@ -94,11 +94,6 @@ class Judge:
         if self.durable not in self.valid:
             self.durable = None
 
-    def mended(self, shard: str, bad: Collection[tuple[str, SnapshotId]]) -> None:
-        """A shard has been repaired; ``bad`` are those that are damaged now."""
-        if not any(shard == one for one, _ in bad):
-            self.hurt.discard(shard)
-
     def node_lost(self, shards: Iterable[str]) -> None:
         self.lost |= set(shards)
 

@@ -13,10 +13,10 @@ from megatron_ft.smp.event_sender import EventBatch, EventInbox, Outbox
 from megatron_ft.smp.slots import ShardSlots
 from megatron_ft.smp.state_machine import NodeMachine
 from tests.protocol.model.judge import Violation
-from tests.protocol.model.memory import DAMAGED, MemoryArena, MemorySlot, damaged
+from tests.protocol.model.memory import DAMAGED, MemoryArena, MemorySlot
 from tests.protocol.model.processes import Loader, Process, Trainer
 
-CYCLE, DRAIN, REPAIR, REPEATED = -1, -2, -3, -4
+CYCLE, DRAIN, REPEATED = -1, -2, -3
 """Whose request it is, where it is not one of a recovery's, which are numbered from 0."""
 
 
@@ -255,8 +255,6 @@ class SmpSteps:
             self.note_store(effect.shard_id, old, effect.header)
         elif isinstance(effect, e.StorePermit):
             node.arenas[effect.shard_id].permit = effect.permit
-        elif isinstance(effect, e.MendSlot):
-            self._mend(node, effect)
         elif isinstance(effect, e.ToCoordinator):
             self._tell(node, node.machine.highest_incarnation, effect.body)
         elif isinstance(effect, e.ToEncoder):
@@ -307,34 +305,12 @@ class SmpSteps:
             if self.shape.coarse and len(node.events) == 1 and node.reachable:
                 self._do_event(node.name)
 
-    def _mend(self, node: Node, effect: e.MendSlot) -> None:
-        """ArenaStore.mend: what the header proves is written."""
-        slot = node.arenas[effect.shard_id].slots[effect.slot]
-        written = 0
-        for part, block in effect.blocks.data.items():
-            if self.proves(effect, block):
-                tag = (effect.blocks.snapshot, effect.shard_id)
-                slot.write_data(part, tag)
-                written += 1
-        self.changed = True
-        self.judge.mended(effect.shard_id, damaged(self.placed()))
-        left = effect.blocks.left + len(effect.blocks.data) - written
-        body = m.Repaired(effect.shard_id, effect.blocks.snapshot, written, left)
-        node.told.discard((effect.shard_id, effect.blocks.snapshot))
-        self._tell(node, node.machine.highest_incarnation, body)
-
-    def proves(self, effect: e.MendSlot, block: bytes) -> bool:
-        """Whether the header's root vouches for a block."""
-        record = effect.header.record
-        return record is not None and record.digest_root == block
-
     def _do_scrub(self, name: str, shard: str, index: int) -> None:
         """The SMP reads a committed slot again and finds what has gone bad."""
         node = self.nodes[name]
         slot = node.arenas[shard].slots[index]
-        bad = tuple(part for part, tag in enumerate(slot.data) if tag == DAMAGED)
         node.told.add((shard, slot.header.snapshot))
-        body = m.BadBlocks(shard, slot.header.snapshot, bad, ())
+        body = m.BadBlocks(shard, slot.header.snapshot, slot.data.count(DAMAGED))
         self._tell(node, node.machine.highest_incarnation, body)
 
     # Requests of coordinators: smp/control_server.py.

@@ -168,7 +168,7 @@ BUGS = (
             ),
         ),
         "flipped bits",
-        "tests/unit/cli/test_bit_flips.py::test_every_flipped_bit_is_found_and_repaired_or_refused",
+        "tests/unit/cli/test_bit_flips.py::test_every_flipped_bit_is_found",
         r"\('[\w ]+', Count\(.*missed=[1-9]\d*\)\)",
     ),
     Bug(
@@ -248,19 +248,6 @@ BUGS = (
         "every loss of odd lengths",
         "tests/unit/erasure/test_erasure_verbs.py::test_any_lengths_and_losses",
         r"shard \w+[^;\n]*: its [^;\n]*",
-    ),
-    Bug(
-        "10 off-by-one in rotation",
-        "repairs look for parity one row too early",
-        (
-            Edit(
-                "        return (member - chunk) % self.members\n",
-                "        return (member - chunk - 1) % self.members\n",
-            ),
-        ),
-        "flipped bits",
-        "tests/unit/cli/test_bit_flips.py::test_every_flipped_bit_is_found_and_repaired_or_refused",
-        r"\('[\w ]+', Count\(.*missed=[1-9]\d*\)\)",
     ),
     Bug(
         "11 drain without fsync order",

@@ -18,7 +18,7 @@ def flip(scheme: str, flips: int, seed: int, folder: Path | None = None) -> dict
     """At least ``flips`` flips on one stripe; counts by region.
 
     Every COMPARE_EVERY trials all bytes of all arenas are compared with what they were:
-    AssertionError if a repair has written anything else.
+    AssertionError if anything else was written.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix="megatron-ft-flips-") as place:
         stripe = Stripe(Path(place), Scheme.parse(scheme), seed)
@@ -46,7 +46,7 @@ def merge(parts: list[dict[str, Count]]) -> dict[str, Count]:
 def table(counts: Mapping[str, Count]) -> str:
     """The counts in Markdown, with their sum."""
     total = Count()
-    rows = [("bits of", "flipped", "repaired", "refused", "missed"), ("---", *["---:"] * 4)]
+    rows = [("bits of", "flipped", "found", "mended", "refused", "missed"), ("---", *["---:"] * 5)]
     for region, count in sorted(counts.items()):
         total.add(count)
         rows.append(_row(region, count))
@@ -55,5 +55,5 @@ def table(counts: Mapping[str, Count]) -> str:
 
 
 def _row(name: str, count: Count) -> tuple[str, ...]:
-    numbers = (count.flips, count.repaired, count.refused, count.missed)
+    numbers = (count.flips, count.found, count.mended, count.refused, count.missed)
     return (name, *(f"{number:,}" for number in numbers))

@@ -20,7 +20,6 @@ from megatron_ft.arena.format import (
 )
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.erasure.block_repair import RowSolver
 from megatron_ft.erasure.member import (
     MemberView,
     StripeCode,
@@ -139,10 +138,8 @@ class Stripe:
 
 def code_rows(code: StripeCode, views: list[MemberView]) -> None:
     """Compute the parity of every row of a stripe whose data is sealed, in this process."""
-    solver, whole = RowSolver(code), slice(0, code.chunk_bytes)
+    kernel, whole = code.codec().encode_kernel(), slice(0, code.chunk_bytes)
     for row in range(code.members):
         holders = [code.layout.holder(row, symbol) for symbol in range(code.members)]
-        data, parity = holders[: code.data_members], holders[code.data_members :]
-        sources = {n: piece_of(code, views[n], n, row, whole) for n in data}
-        for member, computed in zip(parity, solver.solve(row, sources, parity), strict=True):
-            piece_of(code, views[member], member, row, whole)[:] = computed
+        pieces = [piece_of(code, views[n], n, row, whole) for n in holders]
+        kernel(pieces[: code.data_members], pieces[code.data_members :])

@@ -38,7 +38,6 @@ GIVEN = {
     "--expected-mtbf-hours": "7.5",
     "--encode-bandwidth-mib": "640.0",
     "--hang-seconds": "44.0",
-    "--straggler-percent": "8.0",
     "--restart": "new-process",
     "--on-no-spare": "shrink",
 }

@@ -5,28 +5,27 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 
 from megatron_ft.core.errors import UnsupportedVersionError
-from megatron_ft.core.frameworks import Required, version_numbers
-from megatron_ft.megatron import versions
+from megatron_ft.core.frameworks import MEGATRON, Required, check_release, version_numbers
 
 
-def exit_with_renamed(iteration: int, flops: float, train_data_iterator: object) -> None: ...
+def check(version: str, *required: Required) -> None:
+    check_release(MEGATRON, version, required, "--inmem-snapshot")
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.12.0rc3", "0.9"])
 def test_an_old_release_is_refused_and_working_ones_are_named(version: str) -> None:
     with pytest.raises(UnsupportedVersionError, match=r"0\.17\.1, 0\.18\.2 and 0\.19\.2") as caught:
-        versions.check_version(version)
+        check(version)
     assert version in str(caught.value)
 
 
 @pytest.mark.parametrize("version", ["0.17.1", "0.19.2", "0.20.0rc1", "1.0"])
 def test_a_newer_release_is_tried(version: str) -> None:
-    versions.check_version(version)
+    check(version)
 
 
 def test_a_release_candidate_counts_as_its_release() -> None:
@@ -34,19 +33,17 @@ def test_a_release_candidate_counts_as_its_release() -> None:
 
 
 def test_a_renamed_parameter_is_refused_by_name() -> None:
-    owner = SimpleNamespace(checkpoint_and_decide_exit=exit_with_renamed)
-    required = next(r for r in versions.WRAPPED if r.name == "checkpoint_and_decide_exit")
     with pytest.raises(UnsupportedVersionError) as caught:
-        versions.check_names("0.30.0", [(owner, required)])
-    assert "num_floating_point_operations_so_far" in str(caught.value)
-    assert "0.30.0" in str(caught.value) and versions.WORKING in str(caught.value)
-    assert "'iteration'" not in str(caught.value)
+        check("0.30.0", Required("textwrap", "wrap", ("text", "columns")))
+    assert "no parameter 'columns' of textwrap.wrap" in str(caught.value)
+    assert "0.30.0" in str(caught.value) and MEGATRON.working in str(caught.value)
+    assert "'text'" not in str(caught.value)
 
 
-def test_a_missing_function_or_module_is_refused_by_name() -> None:
-    required = Required("megatron.training.training", "train")
-    with pytest.raises(UnsupportedVersionError, match=r"megatron\.training\.training\.train"):
-        versions.check_names("0.30.0", [(None, required)])
+@pytest.mark.parametrize("owner", ["textwrap", "textwrap.TextWrapper", "no_such_module"])
+def test_a_missing_function_class_or_module_is_refused_by_name(owner: str) -> None:
+    with pytest.raises(UnsupportedVersionError, match=f"no function {owner}.unwrap"):
+        check("0.30.0", Required(owner, "unwrap"))
 
 
 _PROGRAM = """

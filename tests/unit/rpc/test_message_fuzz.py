@@ -17,8 +17,9 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.smp.slots import ShardSlots
 from megatron_ft.smp.state_machine import REACTIONS, NodeMachine, StorePermit, StoreSlot
 from megatron_ft.supervisor.cycle import SnapshotCycle
+from megatron_ft.supervisor.damage import DamagedShards
+from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.registration import Registration
-from megatron_ft.supervisor.repairs import Repairs
 from megatron_ft.supervisor.schedule import Schedule
 from tests.support.arena_samples import make_header, make_slot
 from tests.support.message_samples import Maker
@@ -105,20 +106,11 @@ def store(node: NodeMachine) -> None:
             assert binary.unpack_permit(binary.pack_permit(effect.permit)) == effect.permit
 
 
-class Control:
-    """The coordinator as Repairs sees it."""
-
-    incarnation, usable_world = 1, "w1"
-
-    class observers:  # noqa: N801
-        emit = staticmethod(lambda *_, **__: None)
-
-
 @quick
 @given(seed=seeds)
 def test_the_coordinator_hears_any_events_in_any_order(seed: int) -> None:
     cycle, maker = SnapshotCycle(1, {"dp0": "n0", "dp1": "n1"}, (), Schedule(1)), Maker(seed, PIDS)
-    ranks, repairs = Registration(2), Repairs(Control())  # type: ignore[arg-type]
+    ranks, damage = Registration(2), DamagedShards(Observers())
     for _ in range(50):
         cycle.propose(cycle.iteration, maker.random.choice(["w1", ""]))
         event = maker.valid([m.NodeEvent])
@@ -126,7 +118,7 @@ def test_the_coordinator_hears_any_events_in_any_order(seed: int) -> None:
         cycle.handle(event.node, event.body)
         ranks.on_event(event)
         ranks.missing_ranks()
-        repairs.on_event(event)
+        damage.on_event(event)
 
 
 @quick

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from megatron_ft.arena.format import SlotHeader, SlotState
@@ -11,7 +9,6 @@ from megatron_ft.rpc.node_messages import TransitionRefusedError
 from megatron_ft.smp.slots import ShardSlots
 from tests.protocol.model.memory import record_of
 from tests.support.slot_samples import (
-    COMMITTED,
     FREE,
     REBUILDING,
     ROOT,
@@ -63,17 +60,3 @@ def test_a_rebuilt_shard_is_as_it_was_but_for_the_commit() -> None:
     assert slots.slots == [header(REBUILDING)]
     slots.rebuilt(TABLE[0], ROOT, TABLE)
     assert slots.slots == [header(SlotState.PROTECTED)]
-
-
-@pytest.mark.parametrize("state", SlotState, ids=lambda state: state.name)
-def test_blocks_are_repaired_only_where_parity_is_committed(state: SlotState) -> None:
-    slots = table(header(state))
-    if state == COMMITTED:
-        assert slots.repairable(TWO) == 0
-        without = table(replace(header(COMMITTED, local=True), parity_valid=False))
-        with pytest.raises(TransitionRefusedError, match="no parity"):
-            without.repairable(TWO)
-    else:
-        with pytest.raises(TransitionRefusedError, match=SHARD):
-            slots.repairable(TWO)
-    assert slots.changes == []

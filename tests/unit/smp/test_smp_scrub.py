@@ -15,9 +15,8 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import seal
 from megatron_ft.arena.format import BLOCK_BYTES, SlotHeader, SlotState
 from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.erasure.block_repair import Damage, SlotInspector
+from megatron_ft.erasure.inspect_slot import Damage, SlotInspector
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.sockets import MOST_BYTES
 from megatron_ft.smp import scrub as scrub_module
 from megatron_ft.smp.scrub import Scrub
 from megatron_ft.smp.service import SmpService
@@ -92,26 +91,10 @@ def test_arenas_that_the_last_request_removed_are_nothing_to_read(host: SmpServi
     assert host.scrub_counts.bytes_read == 0
 
 
-class GivesTheSlotAway(Scrub):
-    """Between its look at all blocks and its second one at bad ones, another snapshot comes."""
-
-    given: Callable[[], None] = staticmethod(lambda: None)
-
-    async def _in_thread(self, work: Callable[[], Any]) -> Any:
-        if isinstance(work, partial) and work.func is scrub_module._again:
-            self.given()
-        return await super()._in_thread(work)
-
-
-@pytest.mark.parametrize("given_away", [True, False])
-def test_damage_of_a_slot_that_was_given_away_is_nobodys(
-    host: SmpService, given_away: bool
-) -> None:
-    """Its repair would be refused, which ends the encoders of the whole job."""
+def test_damage_is_told_with_its_number_of_blocks(host: SmpService) -> None:
     arena = entered(host, create())
     commit(host, arena)
     arena.data(0, writable=True)[7] ^= 1
-    slots = host.machine.shards["dp0"].slots
     told: list[Any] = []
 
     async def tell(body: Any) -> None:
@@ -119,14 +102,12 @@ def test_damage_of_a_slot_that_was_given_away_is_nobodys(
 
     host.events.emit = tell  # type: ignore[method-assign]
     host.scrub_percent = 100.0
-    scrub = GivesTheSlotAway(host)
-    if given_away:
-        scrub.given = lambda: slots.__setitem__(0, SlotHeader(SlotState.CAPTURING, snapshot(2), 4))
+    scrub = Scrub(host)
     try:
         run(scrub._pass())
     finally:
         scrub.close()
-    assert told == [m.BadBlocks("dp0", snapshot(1), (0,), ())] * (not given_away)
+    assert told == [m.BadBlocks("dp0", snapshot(1), 1)] and host.scrub_counts.bad_blocks == 1
 
 
 @pytest.fixture
@@ -234,8 +215,3 @@ def test_damage_in_a_slot_that_is_given_away_after_its_reading_is_nobodys(
     monkeypatch.setattr(large, "_in_thread", then_given_away)
     assert not run(large._slot("dp0", 0))
     assert found == [Damage(data=(0,))]
-
-
-def test_what_a_repair_sends_back_is_a_message() -> None:
-    """The blocks of one report in arenas as they are made, with as much room for all else."""
-    assert 2 * scrub_module.MOST_LISTED * BLOCK_BYTES <= MOST_BYTES

@@ -29,7 +29,6 @@ from tests.support.node_machine import (
     HERE,
     INCARNATION,
     ONE,
-    ORDERS,
     PLACES,
     ROOT,
     SEALED,
@@ -317,28 +316,10 @@ def test_no_order_and_no_result_of_another_world_is_taken() -> None:
         m.Rebuild(INCARNATION, ONE, 10, "w2", (lost,)),
         m.Rebuilt(TWO, "w2", HERE, two, ROOT, TABLE, 0, 0.0),
         m.Loaded("w2", two),
-        m.Repair(INCARNATION, ONE, "w2", ORDERS, HERE, (0,), ()),
-        m.Recomputed(ONE, "w2", HERE, {0: bytes(64)}, {}, 0),
     ):
         answer = node.handle(message)
         assert isinstance(answer, m.Refused) and answer.error == "WorldGoneError", message
         assert node.take_effects() == [] and node.shards[HERE].slots == before
-
-
-@pytest.mark.parametrize("state", ["uncommitted", "without parity"])
-def test_only_a_committed_slot_with_parity_is_mended(state: str) -> None:
-    """Another one may be written to, or given away, meanwhile."""
-    node = machine()
-    ok(node, GRANT, SEALED)
-    ok(node, ENCODE, ENCODED) if state == "uncommitted" else ok(
-        node, m.Commit(INCARNATION, ONE, "local")
-    )
-    for message in (
-        m.Repair(INCARNATION, ONE, WORLD, ORDERS, HERE, (0,), ()),
-        m.Recomputed(ONE, WORLD, HERE, {0: bytes(64)}, {}, 0),
-    ):
-        assert isinstance(node.handle(message), m.Refused)
-        assert node.take_effects() == []
 
 
 def test_encoding_is_refused_while_a_shard_is_captured() -> None:

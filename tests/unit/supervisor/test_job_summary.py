@@ -102,12 +102,12 @@ def test_the_headline_says_what_each_failure_falls_back_to_now() -> None:
     old, new = m.HeldSnapshot(OLD, 10, True), m.HeldSnapshot(NEW, 20, False)
     of = training(coordinator(), n0=(new, old), n1=(new, old))
     assert "iteration 20 survives a crash, iteration 10 a node loss" in headline(of)
-    of.repairs.lost.add(("dp0", OLD))
+    of.damage.lost.add(("dp0", OLD))
     assert "20 survives a crash, nothing in memory survives a node loss (1 sh" in headline(of)
     of.held["n0"] = (new,)
-    of.repairs.lost.clear()
+    of.damage.lost.clear()
     assert "20 survives a crash, nothing in memory survives a node loss" in headline(of)
-    of.repairs.lost.add(("dp1", NEW))
+    of.damage.lost.add(("dp1", NEW))
     assert "nothing in memory survives a crash" in headline(of)
 
 

@@ -1,4 +1,4 @@
-"""The time of recoveries in parts, and windows of stragglers, as the supervisor hears of them."""
+"""The time of recoveries in parts, as the supervisor hears of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from megatron_ft.supervisor.heartbeats import (
     Heartbeats,
     RankReport,
     RecoveryClock,
-    StragglerFinder,
     in_ranges,
 )
 
@@ -25,8 +24,8 @@ def report(rank: int, **known: Any) -> PulseReport:
     return PulseReport(**{**zero, "rank": rank, "state": "S", **known})
 
 
-def heard(rank: int, at: float, shard: str = "", **known: Any) -> RankReport:
-    return RankReport(shard or f"pp0-tp0-dp{rank}-ep0", f"n{rank}", at, report(rank, **known))
+def heard(rank: int, at: float, **known: Any) -> RankReport:
+    return RankReport(f"pp0-tp0-dp{rank}-ep0", f"n{rank}", at, report(rank, **known))
 
 
 def recovering() -> RecoveryClock:
@@ -120,34 +119,6 @@ def test_the_last_lines_say_where_files_are() -> None:
     assert summary.lines() == []
     summary(JobEvent("exported", "iteration 6 is exported to /data", {"folder": "/data"}))
     assert summary.lines() == ["exported: iteration 6 is exported to /data"]
-
-
-def test_each_window_is_judged_once_and_each_change_told_once() -> None:
-    finder = StragglerFinder(5.0)
-
-    def window(index: int, *own: float) -> list[str]:
-        ranks = [heard(r, 0.0, window=index, own=o, spread=0.001) for r, o in enumerate(own)]
-        return finder.poll(ranks)
-
-    (told,) = window(0, 1.0, 1.5, 1.0)
-    assert told.startswith(
-        "rank 1 on n1 is a straggler since iteration 0: its own part takes 1500.0 ms"
-    )
-    assert window(0, 1.0, 1.0, 1.5) == [] and window(1, 1.0, 1.5, 1.0) == []
-    assert list(finder.present) == [1]
-    assert window(2, 1.0, 1.0, 1.0) == [] and not finder.present
-
-
-def test_only_ranks_with_the_same_part_of_the_model_are_compared() -> None:
-    shards = ["pp0-tp0-dp0-ep0", "pp1-tp0-dp0-ep0", "pp0-tp0-dp1-ep0", "pp1-tp0-dp1-ep0"]
-    own = [1.0, 2.0, 1.0, 3.0]
-    ranks = [
-        heard(r, 0.0, shard=s, window=0, own=o, spread=0.001)
-        for r, (s, o) in enumerate(zip(shards, own, strict=True))
-    ]
-    finder = StragglerFinder(5.0)
-    finder.poll(ranks)
-    assert list(finder.present) == [3]
 
 
 def test_old_reports_say_nothing() -> None:

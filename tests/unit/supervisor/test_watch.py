@@ -1,18 +1,16 @@
-"""Pure decisions of the watch: silences, blame, stragglers; and the heartbeats they rest on."""
+"""Pure decisions of the watch: silences, blame; and the heartbeats they rest on."""
 
 from __future__ import annotations
 
 import mmap
 import os
-import random
 import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.config import SnapshotConfig
@@ -28,7 +26,6 @@ from megatron_ft.rpc.heartbeat_page import (
 )
 from megatron_ft.smp.heartbeats import NodeHeartbeats
 from megatron_ft.smp.processes import WriterProcess, Writers
-from megatron_ft.supervisor.heartbeats import LEAST_SECONDS, find_stragglers
 from megatron_ft.supervisor.watch import (
     HANG_FACTOR,
     PAUSE_SECONDS,
@@ -43,12 +40,8 @@ from megatron_ft.supervisor.watch import (
 )
 from megatron_ft.trainer.heartbeats import (
     FIRST_ITERATIONS,
-    LEAST_OF_WINDOW,
-    WINDOW,
     Iterations,
     TrainerWatch,
-    WindowSummary,
-    summarise,
 )
 
 SECONDS = st.floats(0, 1e4)
@@ -90,15 +83,13 @@ def test_more_time_for_first_iterations_and_pauses(
     )
 
 
-def run(lengths: Sequence[float], waits: Sequence[float] = (), first: int = 0) -> Iterations:
-    """A rank whose iterations take so long, of which it waits so long."""
+def run(lengths: Sequence[float]) -> Iterations:
+    """A rank whose iterations take so long."""
     iterations, now = Iterations(), 0.0
-    for i, seconds in enumerate(lengths):
-        wait = waits[i] if waits else 0.0
-        iterations.gradient(now + seconds - wait)
-        iterations.step(now + seconds)
-        iterations.ended(first + i, now + seconds)
+    for seconds in lengths:
         now += seconds
+        iterations.step(now)
+        iterations.ended(now)
     return iterations
 
 
@@ -106,82 +97,16 @@ def run(lengths: Sequence[float], waits: Sequence[float] = (), first: int = 0) -
 def test_the_longest_silence_leaves_out_the_first_iterations(lengths: list[float]) -> None:
     found = run(lengths)
     assert found.longest == pytest.approx(max(lengths[FIRST_ITERATIONS:]))
-    assert found.done == len(lengths) and found.marks == 3 * len(lengths)
+    assert found.done == len(lengths) and found.marks == 2 * len(lengths)
 
 
 def test_a_pause_teaches_nothing() -> None:
     iterations = run([1.0] * 10)
     iterations.disturbed(10.1)
     iterations.disturbed(500.0)
-    iterations.ended(10, 500.5)
+    iterations.ended(500.5)
     assert iterations.longest == 1.0
     assert iterations.typical == pytest.approx(1.0)
-
-
-@given(st.integers(0, 200), st.floats(0.01, 1), st.floats(0, 5))
-def test_windows_end_at_the_same_iterations_on_all_ranks(
-    first: int, own: float, waited: float
-) -> None:
-    count = 2 * WINDOW + FIRST_ITERATIONS
-    found = run([own + waited] * count, [waited] * count, first).window
-    assert found is not None and found.index == (first + count) // WINDOW - 1
-    assert found.own == pytest.approx(own) and found.spread == pytest.approx(0, abs=1e-6)
-
-
-def test_a_window_of_few_iterations_is_passed_over() -> None:
-    assert summarise(0, [1.0] * (LEAST_OF_WINDOW - 1)) is None
-    assert run([1.0] * WINDOW, first=20).window is None
-
-
-def noisy(rng: random.Random, mean: float, noise: float) -> float:
-    """One own part; now and then something takes three times as long."""
-    return mean * rng.gauss(1, noise) * (3 if rng.random() < 0.02 else 1)
-
-
-def summaries(rng: random.Random, means: Sequence[float], noise: float) -> dict[int, WindowSummary]:
-    found = {}
-    for rank, mean in enumerate(means):
-        window = summarise(7, [noisy(rng, mean, noise) for _ in range(WINDOW)])
-        assert window is not None
-        found[rank] = window
-    return found
-
-
-@given(st.integers(0, 2**32), st.integers(2, 16), st.floats(0.05, 5), st.floats(0, 0.15))
-@settings(max_examples=30, deadline=None)
-def test_no_straggler_in_500_clean_iterations(
-    seed: int, ranks: int, mean: float, noise: float
-) -> None:
-    rng = random.Random(seed)
-    for _ in range(500 // WINDOW):
-        assert find_stragglers(summaries(rng, [mean] * ranks, noise), 5.0) == {}
-
-
-@given(st.integers(0, 2**32), st.integers(2, 16), st.floats(0.05, 5), st.floats(0.05, 2))
-@settings(max_examples=60, deadline=None)
-def test_who_is_5_percent_slower_for_50_iterations_is_named(
-    seed: int, ranks: int, mean: float, slower: float
-) -> None:
-    rng = random.Random(seed)
-    slow = rng.randrange(ranks)
-    means = [mean * (1 + slower) if rank == slow else mean for rank in range(ranks)]
-    ((rank, excess),) = find_stragglers(summaries(rng, means, 0.015), 5.0).items()
-    assert rank == slow and excess >= 0.035
-
-
-@given(
-    st.dictionaries(
-        st.integers(0, 20),
-        st.builds(WindowSummary, st.just(3), st.floats(0, 10), st.floats(0, 10)),
-        max_size=8,
-    ),
-    st.floats(0, 100),
-)
-def test_a_straggler_is_slower_than_most(windows: dict[int, WindowSummary], limit: float) -> None:
-    for slow, excess in find_stragglers(windows, limit).items():
-        others = [w.own for rank, w in windows.items() if rank != slow]
-        assert limit > 0 and windows[slow].own - median(others) >= LEAST_SECONDS
-        assert excess >= 0.7 * limit / 100 - 1e-9
 
 
 WITNESSES = st.lists(
@@ -269,7 +194,7 @@ def test_a_pulse_is_read_as_it_was_stored_or_not_at_all(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     path = pulse_path(tmp_path, 5)
     assert read_pulse(path) is None
-    file, pulse = PulseFile(path), Pulse(rank=3, iteration=7, own=0.5, first=1.5)
+    file, pulse = PulseFile(path), Pulse(rank=3, iteration=7, typical=0.5, first=1.5)
     assert read_pulse(path) is None
     file.store(pulse)
     file.beat(12.5)
@@ -291,7 +216,7 @@ def test_a_trainer_beats_writes_its_stacks_and_ends(environment: ProcessEnvironm
     watch.iteration_ended(1)
     pulse = read_pulse(path)
     assert pulse is not None and pulse.dumps and pulse.phase == TrainerPhase.TRAINING
-    assert (pulse.rank, pulse.iteration, pulse.marks) == (2, 1, 3)
+    assert (pulse.rank, pulse.iteration, pulse.marks) == (2, 1, 2)
     assert 0 < pulse.first == pulse.marked <= time.monotonic()
     deadline = time.monotonic() + 10
     while not read_pulse(path).beat:  # type: ignore[union-attr]

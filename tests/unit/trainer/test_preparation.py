@@ -67,6 +67,6 @@ def test_a_rank_takes_its_number_from_the_environment(monkeypatch: pytest.Monkey
 
 def test_without_a_supervisor_it_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(environment.JOB, raising=False)
-    for begin in (lambda: manager.connect(0), lambda: manager.watch(0, True)):
+    for begin in (lambda: manager.connect(0), lambda: manager.watch(0)):
         with pytest.raises(NotUnderSupervisorError, match="megatron-ft run"):
             begin()

@@ -1,0 +1,43 @@
+"""Damaged shards as the coordinator counts them."""
+
+from __future__ import annotations
+
+from megatron_ft.core.identity import SnapshotId
+from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.damage import DamagedShards
+from megatron_ft.supervisor.events import JobEvent, Observers
+
+ONE, TWO = SnapshotId(1, 1), SnapshotId(1, 2)
+
+
+def told(observers: Observers) -> list[JobEvent]:
+    events: list[JobEvent] = []
+    observers.add(events.append)
+    return events
+
+
+def test_what_a_scrub_finds_counts_as_lost_and_is_told_once() -> None:
+    events = told(observers := Observers())
+    damage = DamagedShards(observers)
+    for blocks in (2, 2, 3):
+        damage.on_event(m.NodeEvent("n0", 1, m.BadBlocks("dp0", ONE, blocks)))
+    damage.on_event(m.NodeEvent("n0", 1, m.Missed("dp1", ONE)))
+    assert damage.lost == {("dp0", ONE)}
+    assert [(e.kind, e.fields) for e in events] == [("corrupt", {"shard": "dp0"})]
+
+
+def test_what_encoders_find_of_a_local_snapshot_counts_as_lost() -> None:
+    events = told(observers := Observers())
+    damage = DamagedShards(observers)
+    damage.count_lost(ONE, {"dp1", "dp0"})
+    damage.count_lost(ONE, {"dp0"})
+    assert damage.lost == {("dp0", ONE), ("dp1", ONE)}
+    assert [event.fields["shard"] for event in events] == ["dp0", "dp1"]
+
+
+def test_damage_of_what_nobody_holds_any_more_is_not_shown() -> None:
+    damage = DamagedShards(Observers())
+    damage.count_lost(ONE, {"dp0"})
+    damage.count_lost(TWO, {"dp0", "dp1"})
+    assert damage.held([m.HeldSnapshot(TWO, 4, True)]) == 2
+    assert damage.held([]) == 0
