@@ -113,7 +113,6 @@ def place_of(engine: Any) -> dict[str, Any]:
     return {
         "shard_id": name,
         "rank": distributed.get_rank(),
-        "world_size": distributed.get_world_size(),
         "coordinates": (pp, tp, ep),
     }
 

@@ -302,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def load(plan: LoadPlan, environment: ProcessEnvironment, disk: DiskCalls | None = None) -> None:
     """Fill the slot that waits for each shard, and report it to the SMP of this node."""
     # Before anything is mapped: who may write must be known to who fences writers.
-    _tell(environment, m.EncoderHello(os.getpid(), plan.world, 0, 1, environment.incarnation))
+    _tell(environment, m.EncoderHello(os.getpid(), plan.world, environment.incarnation))
     manifest = read_manifest(plan.folder)
     if manifest.snapshot != plan.snapshot:
         raise CheckpointDamagedError(f"{plan.folder} is of snapshot {manifest.snapshot}")

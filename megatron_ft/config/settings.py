@@ -222,15 +222,6 @@ class SnapshotConfig:
         return 0 if isinstance(self.snapshot_interval, str) else self.snapshot_interval
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> SnapshotConfig:
-        """Settings from names and values, text converted to each setting's type.
-
-        Raises ConfigError for unknown names (with the nearest right ones) and for values
-        that do not convert, all at once.
-        """
-        return resolve(Source(values, str))
-
-    @classmethod
     def from_env(cls, environment: Mapping[str, str] | None = None) -> SnapshotConfig:
         """Settings from ``MEGATRON_FT_<NAME>`` variables; what is not set keeps its default."""
         return resolve(environment_source(environment))

@@ -56,9 +56,7 @@ def serve(
     An order that fails is reported before the exception continues.
     """
     with connect(environment, _leave) as smp:
-        transport = open_transport()
-        place = (transport.rank, transport.size)
-        smp.send(EncoderHello(os.getpid(), world, *place, environment.incarnation))
+        smp.send(EncoderHello(os.getpid(), world, environment.incarnation))
         welcome = welcomed(environment, smp, WELCOME_SECONDS)
         runner = OrderRunner(UUID(welcome.job), open_transport, _encode_rate())
         while True:

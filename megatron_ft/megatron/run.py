@@ -51,7 +51,6 @@ def place_of_rank() -> dict[str, Any]:
     return {
         "shard_id": shard_id(pp=pp, tp=tp, dp=dp, ep=ep),
         "rank": torch.distributed.get_rank(),
-        "world_size": torch.distributed.get_world_size(),
         "coordinates": (pp, tp, ep),
     }
 

@@ -69,15 +69,12 @@ class TrainerClient:
         self._thread = threading.Thread(target=self._run, name="megatron-ft-client", daemon=True)
         self._thread.start()
 
-    def hello(
-        self, shard_id: str, coordinates: tuple[int, ...], world_size: int
-    ) -> RestoreOffer | None:
+    def hello(self, shard_id: str, coordinates: tuple[int, ...]) -> RestoreOffer | None:
         """Register this process as the writer of ``shard_id``; the snapshot to load, if any."""
         self.shard_id = shard_id
         message = m.Hello(
             pid=os.getpid(),
             rank=self._rank,
-            world_size=world_size,
             local_index=self._local_rank,
             shard_id=shard_id,
             coordinates=coordinates,
@@ -93,7 +90,6 @@ class TrainerClient:
 
     def prepare(
         self,
-        layout_hash: bytes,
         required_bytes: int,
         interval: int,
         timeout: float = 600.0,
@@ -105,19 +101,19 @@ class TrainerClient:
         longest member.  Raises the error for which the job refused, ControlPlaneError
         after ``timeout`` seconds.
         """
-        request = m.Prepare(self.shard_id, layout_hash, required_bytes, interval, rank_rule)
+        request = m.Prepare(self.shard_id, required_bytes, interval, rank_rule)
         answer = self._ask(request, m.Prepared, timeout)
         assert isinstance(answer, m.Prepared)
         return Path(answer.arena)
 
-    def restored(self, snapshot: SnapshotId, seconds: float, source: str) -> None:
+    def restored(self, snapshot: SnapshotId) -> None:
         """Report that the shard was loaded and verified; returns once the SMP confirms it.
 
         A rank may fail, or be killed, within moments of its first iteration.  A message still
         under way would be lost with it, and the failure not held against the snapshot.
         """
         self._noted.clear()
-        self.send(m.Restored(self.shard_id, snapshot, seconds, source))
+        self.send(m.Restored(self.shard_id, snapshot))
         if not self._noted.wait(NOTED_TIMEOUT_SECONDS):
             log.warning(
                 "the SMP of node %s has not confirmed in %.0f s that %s was restored; training "

@@ -304,7 +304,6 @@ class LeaseAnswer(Message, frozen=True):
     paused: bool
     progress: dict[str, int]
     encoder_world: str
-    resident_bytes: int
     clock: float
     pinned: bool = False
     rewind: int | None = None

@@ -63,7 +63,6 @@ class Hello(Message, frozen=True):
 
     pid: Pid
     rank: Count
-    world_size: Count
     local_index: Count
     shard_id: ShardId
     coordinates: tuple[int, ...]
@@ -122,7 +121,6 @@ class Prepare(Message, frozen=True):
     """
 
     shard_id: ShardId
-    layout_hash: bytes
     required_bytes: Count
     interval: Count
     rank_rule: RankRule | None = None
@@ -172,8 +170,6 @@ class Restored(Message, frozen=True):
 
     shard_id: ShardId
     snapshot: SnapshotId
-    seconds: float
-    source: str
 
 
 class Declined(Message, frozen=True):
@@ -242,8 +238,6 @@ class EncoderHello(Message, frozen=True):
 
     pid: Pid
     world: Name
-    world_rank: int
-    world_size: int
     incarnation: int
 
 
@@ -397,5 +391,4 @@ class StacksRequest(Message, frozen=True):
 class Stacks(Message, frozen=True):
     """Answer to StacksRequest: shard id to what faulthandler wrote, as far as it came in time."""
 
-    node: str
     stacks: dict[str, str]

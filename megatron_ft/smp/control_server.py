@@ -11,7 +11,7 @@ from megatron_ft.core.errors import ControlPlaneError, StaleIncarnationError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Peer, Server, answered
-from megatron_ft.smp.service import SmpService, resident_bytes
+from megatron_ft.smp.service import SmpService
 from megatron_ft.smp.state_machine import ORDERS
 
 
@@ -109,7 +109,7 @@ class ControlServer:
 
     async def _stacks(self, request: m.StacksRequest) -> m.Message:
         stacks = await self._service.heartbeats.stacks()
-        return m.Stacks(self._service.machine.node, stacks)
+        return m.Stacks(stacks)
 
     async def _retire(self, request: m.Retire) -> None:
         await self._service.retire(remove_arenas=request.remove_arenas)
@@ -132,7 +132,6 @@ class ControlServer:
             paused=service.state.paused,
             progress=service.store.progress(),
             encoder_world=machine.world,
-            resident_bytes=resident_bytes(),
             clock=time.monotonic(),
             pinned=machine.held_back(),
             rewind=service.rewind,

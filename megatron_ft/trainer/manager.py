@@ -128,7 +128,6 @@ class SnapshotManager:
         *,
         shard_id: str | None = None,
         rank: int | None = None,
-        world_size: int | None = None,
         coordinates: tuple[int, ...] = (),
         replicated: Mapping[str, Any] | None = None,
         rank_rule: RankRule | None = None,
@@ -137,18 +136,17 @@ class SnapshotManager:
     ) -> None:
         """Connect to nothing yet; ``load`` or the first ``save`` does.
 
-        ``rank`` and ``world_size`` default to the variables RANK and WORLD_SIZE,
-        ``shard_id`` to data-parallel rank ``rank``.  ``coordinates`` are the
-        model-parallel ones without the data-parallel one.  ``replicated`` maps prefixes
-        of tensor names to the process group whose ranks hold the same bits: each rank
-        captures a part of the large ones, and a restore gives every rank the same whole.
+        ``rank`` defaults to the variable RANK, ``shard_id`` to data-parallel rank ``rank``.
+        ``coordinates`` are the model-parallel ones without the data-parallel one.
+        ``replicated`` maps prefixes of tensor names to the process group whose ranks hold
+        the same bits: each rank captures a part of the large ones, and a restore gives every
+        rank the same whole.
         Leave out what is only nearly equal, or restored ranks continue from a mixture.
         ``rank_rule`` says with how many ranks the program could resume from a checkpoint.
         Raises NotUnderSupervisorError outside ``megatron-ft run`` unless ``client`` is given.
         """
         self.config = config or SnapshotConfig.from_env()
         self.rank = number("RANK", 0) if rank is None else rank
-        self.world_size = number("WORLD_SIZE", 1) if world_size is None else world_size
         self.shard_id = shard_id or make_shard_id(dp=self.rank)
         self.stats = CaptureStats()
         self.watch = TrainerWatch(None, self.rank) if client else watch(self.rank)
@@ -156,7 +154,7 @@ class SnapshotManager:
         self._copier, self._rank_rule = copier, rank_rule
         self._adapt = StateAdapter(replicated)
         self._warn = Warner(logger)
-        self._pending = PendingRestore(self._client, self.shard_id, coordinates, self.world_size)
+        self._pending = PendingRestore(self._client, self.shard_id, coordinates)
         self._capture = Capture(self._client, self.config, self.stats, self._warn)
         self._hooks: list[Any] = []
         _open.add(self)
@@ -221,7 +219,6 @@ class SnapshotManager:
         self._pending.check(layout)
         form = adapted.checkpoint_form() if isinstance(adapted, HasCheckpointForm) else b""
         path = self._client.prepare(
-            layout.hash(),
             required_bytes(layout, adapted.objects(), form),
             self.config.fixed_interval,
             timeout=self.config.register_timeout_seconds,

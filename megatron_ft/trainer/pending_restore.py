@@ -27,18 +27,11 @@ class PendingRestore:
     ``broken_off`` the error that ended a load, whose first bytes may be in tensors by then.
     """
 
-    def __init__(
-        self,
-        client: TrainerClient,
-        shard_id: str,
-        coordinates: tuple[int, ...],
-        world_size: int,
-    ) -> None:
+    def __init__(self, client: TrainerClient, shard_id: str, coordinates: tuple[int, ...]) -> None:
         self.declined = False
         self.restored: ShardLayout | None = None
         self.broken_off: Exception | None = None
-        self._client, self._shard_id = client, shard_id
-        self._coordinates, self._world_size = coordinates, world_size
+        self._client, self._shard_id, self._coordinates = client, shard_id, coordinates
         self._offer: RestoreOffer | None = None
         self._greeted = False
 
@@ -46,7 +39,7 @@ class PendingRestore:
         """The offer, None if there is none or it was declined."""
         if not self._greeted:
             self._greeted = True
-            self._offer = self._client.hello(self._shard_id, self._coordinates, self._world_size)
+            self._offer = self._client.hello(self._shard_id, self._coordinates)
         return self._offer
 
     def objects(self) -> dict[str, Any]:
@@ -92,7 +85,7 @@ class PendingRestore:
         logger.info(text)
         if aloud:
             print(text, file=sys.stderr, flush=True)
-        self._client.restored(record.snapshot, seconds, offer.source)
+        self._client.restored(record.snapshot)
 
     def require_whole(self) -> None:
         """CorruptBlockError if what was loaded is only a part of the snapshot, for any reason."""

@@ -170,7 +170,6 @@ def _snapshots(weights: torch.nn.Module) -> PlainManager:
     place = {
         "shard_id": f"pp0-tp0-dp{rank}-ep0",
         "rank": rank,
-        "world_size": int(os.environ["WORLD_SIZE"]),
         "coordinates": (0, 0, 0),
     }
     return PlainManager(SnapshotConfig(protect="none"), place, lambda _: weights.parameters())

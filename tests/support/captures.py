@@ -48,7 +48,7 @@ class FakeSmp:
     missed_ids: list[SnapshotId] = field(default_factory=list)
     unfit_errors: list[Exception] = field(default_factory=list)
     abandoned_ids: dict[SnapshotId, str] = field(default_factory=dict)
-    restored_calls: list[tuple[SnapshotId, float, str]] = field(default_factory=list)
+    restored_calls: list[SnapshotId] = field(default_factory=list)
     declines: list[tuple[SnapshotId, str, int]] = field(default_factory=list)
     corrupt_calls: list[tuple[SnapshotId, int]] = field(default_factory=list)
     costs: list[tuple[SnapshotId, float, float, int]] = field(default_factory=list)
@@ -65,14 +65,13 @@ class FakeSmp:
         """The arena file."""
         return self.directory / f"{self.shard_id}.arena"
 
-    def hello(self, shard_id: str, coordinates: tuple[int, ...], world_size: int) -> Offer | None:
+    def hello(self, shard_id: str, coordinates: tuple[int, ...]) -> Offer | None:
         """Give the offer that the test set."""
         assert shard_id == self.shard_id
         return self.offer
 
     def prepare(
         self,
-        layout_hash: bytes,
         required_bytes: int,
         interval: int,
         timeout: float = 0.0,
@@ -159,9 +158,9 @@ class FakeSmp:
         self.abandoned_ids[snapshot] = reason
         self.ended.set()
 
-    def restored(self, snapshot: SnapshotId, seconds: float, source: str) -> None:
+    def restored(self, snapshot: SnapshotId) -> None:
         """Keep the call."""
-        self.restored_calls.append((snapshot, seconds, source))
+        self.restored_calls.append(snapshot)
 
     def close(self) -> None:
         """A trainer left; the arena stays."""
@@ -202,7 +201,6 @@ def make_manager(smp: FakeSmp, **options: object) -> SnapshotManager:
         SnapshotConfig(**settings),
         client=smp,
         rank=0,
-        world_size=1,
         **options,  # type: ignore[arg-type]
     )
 

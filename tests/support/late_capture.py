@@ -55,7 +55,6 @@ class ArenaClient(FakeSmp):
 
     def prepare(
         self,
-        layout_hash: bytes,
         required_bytes: int,
         interval: int,
         timeout: float = 0.0,

@@ -210,7 +210,7 @@ class DiskSteps:
             )
             loader.files, loader.left = dict(incarnation.source.files), shards
             loader.arenas = dict(self.nodes[name].arenas)
-            hello = m.EncoderHello(loader.pid, loader.world, 0, 1, incarnation.incarnation)
+            hello = m.EncoderHello(loader.pid, loader.world, incarnation.incarnation)
             loader.outbox.append(hello)
             self.processes[loader.pid] = loader
             self._register_at_once(loader)

@@ -423,10 +423,7 @@ class World(SmpSteps, DiskSteps):
         for rank, name in enumerate(self.active):
             encoder = Encoder(self._pid(), name, world=incarnation.encoders, rank=rank, mpi=mpi)
             encoder.coarse = self.shape.coarse
-            place = (rank, len(self.active))
-            hello = m.EncoderHello(
-                encoder.pid, incarnation.encoders, *place, incarnation.incarnation
-            )
+            hello = m.EncoderHello(encoder.pid, incarnation.encoders, incarnation.incarnation)
             encoder.outbox.append(hello)
             encoder.alive = self.nodes[name].alive
             self.processes[encoder.pid] = encoder
@@ -443,7 +440,7 @@ class World(SmpSteps, DiskSteps):
                 raise IncarnationFailed
             trainer = self._survivor(shard, name) or Trainer(self._pid(), name, shard=shard)
             trainer.reenter(incarnation.incarnation)
-            hello = m.Hello(trainer.pid, rank, 0, 0, shard, (), incarnation.incarnation)
+            hello = m.Hello(trainer.pid, rank, 0, shard, (), incarnation.incarnation)
             trainer.outbox.append(hello)
             self.processes[trainer.pid] = trainer
             self._register_at_once(trainer)

@@ -258,7 +258,7 @@ def test_a_tracker_file_that_cannot_be_read_ends_no_recovery(tmp_path: Path) -> 
 
 
 def say_restored(told: Told, rank: int) -> None:
-    body = m.Restored(f"pp0-tp0-dp{rank}-ep0", NEW, 0.1, "own memory")
+    body = m.Restored(f"pp0-tp0-dp{rank}-ep0", NEW)
     for listener in told.listeners:
         listener(m.NodeEvent("n0", 3, body))
 

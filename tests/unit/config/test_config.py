@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,10 @@ DRAIN = {name: VALID.pop(name) for name in ("drain_dir", "drain_interval")}
 some_values = st.fixed_dictionaries(DRAIN, optional=VALID)
 
 
+def from_mapping(values: Mapping[str, object]) -> SnapshotConfig:
+    return resolve(Source(values, str))
+
+
 def test_no_two_names_mean_the_same_variable() -> None:
     ours = [setting.variable for setting in SETTINGS.values()]
     theirs = [environment.JOB, environment.NODE, environment.NODE_DIR]
@@ -44,12 +49,12 @@ def test_every_default_is_a_value_that_is_allowed() -> None:
 @given(some_values)
 def test_numbers_and_their_text_are_the_same_setting(values: dict[str, object]) -> None:
     text = {name: str(value) for name, value in values.items()}
-    assert SnapshotConfig.from_mapping(text) == SnapshotConfig.from_mapping(values)
+    assert from_mapping(text) == from_mapping(values)
 
 
 @given(some_values)
 def test_what_trainers_are_told_is_what_the_supervisor_uses(values: dict[str, object]) -> None:
-    chosen = SnapshotConfig.from_mapping(values)
+    chosen = from_mapping(values)
     told = SnapshotConfig.from_env(chosen.job_variables())
     for name, setting in SETTINGS.items():
         expected = getattr(chosen, name) if setting.job else setting.default
@@ -61,7 +66,7 @@ def test_the_first_source_that_gives_a_value_counts(
     first: dict[str, object], second: dict[str, object]
 ) -> None:
     both = resolve(Source(first, str), Source(second, str))
-    assert both == SnapshotConfig.from_mapping({**second, **first})
+    assert both == from_mapping({**second, **first})
 
 
 @given(some_values, some_values)
@@ -69,7 +74,7 @@ def test_differences_are_between_what_both_give(
     ours: dict[str, object], theirs: dict[str, object]
 ) -> None:
     found = differences(Source(ours, str), Source(theirs, str))
-    mine, other = SnapshotConfig.from_mapping(ours), SnapshotConfig.from_mapping(theirs)
+    mine, other = from_mapping(ours), from_mapping(theirs)
     both = ours.keys() & theirs.keys()
     assert found.keys() == {n for n in both if getattr(mine, n) != getattr(other, n)}
 
@@ -79,7 +84,7 @@ def test_a_folder_is_the_same_wherever_it_is_read(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     given = {"drain_dir": "drain", "drain_interval": 5}
-    told = SnapshotConfig.from_mapping(given).job_variables()
+    told = from_mapping(given).job_variables()
     monkeypatch.chdir("/")
     assert SnapshotConfig.from_env(told).drain_dir == tmp_path / "drain"
 
@@ -106,7 +111,7 @@ def test_a_folder_is_the_same_wherever_it_is_read(
 )
 def test_a_bad_value_is_said_with_what_to_give(name: str, value: object, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        SnapshotConfig.from_mapping({name: value})
+        from_mapping({name: value})
     assert said in str(caught.value)
 
 

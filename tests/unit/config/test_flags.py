@@ -83,7 +83,7 @@ def test_flags_are_found_wherever_they_stand(
         words += [f"{flag}={value}"] if joined else [flag, str(value)]
     read = read_command([*words, *after])
     assert read.enabled == switched
-    assert settle({}, [*words, *after], {}) == SnapshotConfig.from_mapping(values)
+    assert settle({}, [*words, *after], {}) == SnapshotConfig(**values)
     assert read.without_effect == [
         SETTINGS[n].flag for n in SETTINGS if n in values and not switched
     ]

@@ -131,10 +131,10 @@ class Smp:
     def send(self, message: m.Message) -> None:
         self.socket.send_multipart([self.peer, m.encode(message)])
 
-    def welcome(self, rank: int, size: int) -> None:
+    def welcome(self) -> None:
         hello = self.receive()
         assert isinstance(hello, m.EncoderHello)
-        assert (hello.world, hello.world_rank, hello.world_size) == (WORLD, rank, size)
+        assert hello.world == WORLD
         self.pid = hello.pid
         self.send(m.EncoderWelcome(JOB, self.environment.node))
 
@@ -154,8 +154,8 @@ class Cluster:
     def start(self, **variables: str) -> None:
         environments = [{**smp.environment.variables(), **variables} for smp in self.smps]
         self.world = start_world(self.transport, MODULE, environments, self.root)
-        for rank, smp in enumerate(self.smps):
-            smp.welcome(rank, len(self.smps))
+        for smp in self.smps:
+            smp.welcome()
 
     def order(
         self,

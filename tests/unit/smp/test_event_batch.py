@@ -49,7 +49,7 @@ def test_all_ranks_of_a_node_are_one_message() -> None:
         m.Abandoned("dp1", ONE, "slow"),
         m.WriterGone("trainer", "dp1", 7),
         m.OrderFailed(ONE, "w1", "mpi"),
-        m.Hello(7, 0, 1, 0, "dp0", (), 1),
+        m.Hello(7, 0, 0, "dp0", (), 1),
     ],
     ids=lambda body: type(body).__name__,
 )

@@ -46,7 +46,7 @@ from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.rpc.client import TrainerClient
 client = TrainerClient(ProcessEnvironment.from_env(), 0)
 try:
-    print("offer", client.hello("dp0", (), 1), flush=True)
+    print("offer", client.hello("dp0", ()), flush=True)
 except Exception as error:
     print(type(error).__name__, error, flush=True)
 sys.stdin.read()
@@ -61,7 +61,7 @@ from megatron_ft.rpc import client as module
 module.NOTED_TIMEOUT_SECONDS = 600.0
 client = module.TrainerClient(ProcessEnvironment.from_env(), 0)
 client.shard_id = "dp0"
-client.restored(SnapshotId(1, 1), 0.5, "memory")
+client.restored(SnapshotId(1, 1))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -79,7 +79,7 @@ with connect(environment, lambda: None) as smp:
     if held:
         print("held", flush=True)
         sys.stdin.readline()
-    smp.send(EncoderHello(os.getpid(), world, 0, 1, environment.incarnation))
+    smp.send(EncoderHello(os.getpid(), world, environment.incarnation))
     print(smp.receive(60), flush=True)
     parity = Arena.open(Path(path)).parity(0, writable=True)
     sys.stdin.readline()
@@ -230,7 +230,7 @@ def test_a_rank_trains_though_nobody_notes_that_it_was_restored(
     client.shard_id = "dp0"
     assert node.process is not None
     os.kill(node.process.pid, signal.SIGSTOP)
-    client.restored(snapshot(1), 0.5, "memory")
+    client.restored(snapshot(1))
     client.close()
     assert "has not confirmed in 0 s that dp0 was restored" in caplog.text
 
@@ -475,7 +475,7 @@ def test_an_smp_that_is_never_told_what_is_restored_refuses_its_trainer(
         service.change_state(highest_incarnation=1)
         socket = Server(zmq.asyncio.Context.instance())
         server = LocalServer(service, socket)
-        await server._welcome_once_known(b"rank", m.Hello(os.getpid(), 0, 1, 0, "dp0", (), 1))
+        await server._welcome_once_known(b"rank", m.Hello(os.getpid(), 0, 0, "dp0", (), 1))
         socket.socket.close(0)
 
     tmp_path.chmod(0o700)

@@ -120,7 +120,7 @@ class Overtaken(SmpLink):
 
     async def ask(self, request: m.Message, timeout: float) -> Any:
         self.coordinator.incarnation += 1
-        return m.LeaseAnswer(self.node, True, {"dp0": 160}, "", 0, 1.0)
+        return m.LeaseAnswer(self.node, True, {"dp0": 160}, "", 1.0)
 
 
 def test_a_heartbeat_of_the_last_incarnation_says_nothing_of_this_one() -> None:

@@ -34,7 +34,7 @@ def test_only_who_has_loaded_a_snapshot_can_fail_from_it(
         await policy.begin(START, (Ancestor(1, None),), ranks=2)
 
         def loads(shard: str) -> None:
-            coordinator._on_event(m.NodeEvent("n0", 0, m.Restored(shard, SNAPSHOT, 1.0, "memory")))
+            coordinator._on_event(m.NodeEvent("n0", 0, m.Restored(shard, SNAPSHOT)))
 
         loads("dp0")
         for _ in range(FAILURE_LIMIT):

@@ -26,7 +26,7 @@ def test_a_command_of_which_nobody_registers_is_asked_for_snapshots() -> None:
 
 def test_ranks_that_are_late_are_named() -> None:
     ranks = Registration(3)
-    ranks.hellos["dp1"] = ("n1", m.Hello(7, 1, 3, 0, "dp1", (), 1))
+    ranks.hellos["dp1"] = ("n1", m.Hello(7, 1, 0, "dp1", (), 1))
     assert ranks.starts() == {"cold": [1]}
     said = missing(ranks)
     assert "ranks [0, 1, 2] have not registered" in said and "--inmem-snapshot" not in said

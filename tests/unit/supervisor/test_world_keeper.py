@@ -99,7 +99,7 @@ def test_a_cause_is_told_once_until_a_world_is_up_again(monkeypatch: pytest.Monk
         if world < 5:
             keeper._coordinator._on_event(m.NodeEvent("n0", 0, event))
         elif world == 5:
-            keeper._coordinator._on_event(m.NodeEvent("n0", 0, m.EncoderHello(1, "world", 0, 1, 0)))
+            keeper._coordinator._on_event(m.NodeEvent("n0", 0, m.EncoderHello(1, "world", 0)))
 
     async def story() -> None:
         worlds: Any = Worlds([0.1] * 8)

@@ -72,7 +72,7 @@ def test_restored_training_is_bit_identical_to_one_never_interrupted(smp: FakeSm
     for iteration in (4, 5):
         advance(fresh, iteration)
     assert fingerprint(fresh) == expected
-    assert smp.restored_calls[0][0] == ticket.snapshot
+    assert smp.restored_calls[0] == ticket.snapshot
     second.prepare(fresh)
     second.close()
 
