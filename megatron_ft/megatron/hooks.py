@@ -103,7 +103,7 @@ def _read_help_once() -> None:
     """Each parser reads the sources of classes for its help, which is most of a parser's time."""
     from megatron.training import argument_utils
 
-    # Releases before 0.18 have no such factory.
+    # A private name: with a release that has another one, starts take longer.
     factory = getattr(argument_utils, "ArgumentGroupFactory", None)
     if hasattr(factory, "_get_field_docstrings"):
         wrap(factory, "_get_field_docstrings", _once_a_class)

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="nodes lost at once; more than the protection covers shows how the job refuses to go "
         "on (default: %(default)s)",
     )
-    parser.add_argument("--iterations", type=int, default=40, help="length (%(default)s)")
+    parser.add_argument("--iterations", type=int, default=80, help="length (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="who is hit, and when (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report there")
 

@@ -20,6 +20,7 @@ from megatron_ft.cli.demo.faults import DemoFault, DemoStrike, DemoVictim, plan_
 from megatron_ft.cli.demo.report import DemoReport
 from megatron_ft.cli.demo.settings import (
     CORPUS_BYTES,
+    SNAPSHOT_INTERVAL,
     DemoFolders,
     DemoSettings,
     job_name,
@@ -29,6 +30,12 @@ from megatron_ft.core.errors import ControlPlaneError
 
 POLL_SECONDS = 0.02
 SHOWN_EVERY = 5
+
+STALE = 5 * SNAPSHOT_INTERVAL
+"""Iterations by which a protected snapshot may be older than training when a fault strikes.
+
+After a restart captures are skipped until the encoders are up.
+"""
 
 # The exit codes of ``megatron-ft run``, for the same ends.
 STOPPED = {"UnrecoverableError": 10, "NoSpareError": 11, "RestartBudgetError": 12}
@@ -97,8 +104,9 @@ class ProtectedRun:
             self._log(event["text"])
         if event["kind"] == "committed":
             self._committed = event["iteration"]
+            recent = not self._lines or event["iteration"] > self._lines[-1].iteration - STALE
             # A job without parity has local commits only.
-            if event["level"] == ("protected" if self._job.parity else "local"):
+            if recent and event["level"] == ("protected" if self._job.parity else "local"):
                 self._protected_incarnation = self._incarnation
 
     def _is_first_after(self, strike: DemoStrike, line: TraceLine) -> bool:

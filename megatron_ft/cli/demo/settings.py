@@ -16,6 +16,8 @@ from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
 
 FEWEST_ITERATIONS = 20
+ITERATIONS = 80
+"""With fewer, training on few cores may end before encoders are up again for the next fault."""
 CORPUS_BYTES = 1 << 20
 SNAPSHOT_INTERVAL = 2
 MICRO_BATCH = 2
@@ -50,7 +52,7 @@ class DemoSettings:
     spares: int = 1
     ranks_per_node: int = 1
     protect: str = "rs:3+1"
-    iterations: int = 40
+    iterations: int = ITERATIONS
     seed: int = 0
     lose: int = 1
 

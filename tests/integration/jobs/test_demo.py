@@ -41,7 +41,7 @@ from megatron_ft.cli.demo.faults import (  # noqa: E402
     DemoVictim,
     plan_faults,
 )
-from megatron_ft.cli.demo.run import Demo, faults_of  # noqa: E402
+from megatron_ft.cli.demo.run import Demo, ProtectedRun, faults_of  # noqa: E402
 from megatron_ft.cli.demo.settings import DemoFolders, DemoSettings, job_of  # noqa: E402
 from megatron_ft.core.errors import ConfigError, ProtectionError  # noqa: E402
 from megatron_ft.launchers.virtual import default_root  # noqa: E402
@@ -353,6 +353,26 @@ def test_a_refusal_says_why_and_that_it_is_right(capsys: pytest.CaptureFixture[s
     assert "the stripe lost 2 shards" in text
     assert "right answer" in text
     assert made.as_json()["identical"] is False
+
+
+def test_a_fault_waits_for_a_protected_snapshot_that_is_not_old(tmp_path: Path) -> None:
+    """After a restart captures are skipped until the encoders are up."""
+    folders = DemoFolders(tmp_path)
+    job = job_of(DemoSettings(), folders, tmp_path / "text", f"due-{os.getpid()}")
+    run = ProtectedRun(job, (), 80, print)
+    fault = DemoFault(DemoVictim.NODE, 30, 0.5, (0,))
+    run._incarnation, run._lines = 2, [line(60, incarnation=2)]
+    try:
+        for iteration, due in ((22, False), (58, True)):
+            event = {"kind": "committed", "iteration": iteration, "level": "protected"}
+            run._take(event)
+            assert run._is_due(fault) is due
+    finally:
+        run.follower.cluster.destroy()
+
+
+def test_the_command_has_the_defaults_of_the_settings() -> None:
+    assert cli.settings_from(parse()) == DemoSettings()
 
 
 # Real runs.
