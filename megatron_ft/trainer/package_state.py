@@ -12,6 +12,7 @@ import copy
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from inspect import getattr_static
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -33,12 +34,20 @@ class PackageState:
                     with suppress(AttributeError, TypeError):
                         setattr(owner, name, value)
                 for function in (value, *_wrapped(value)):
-                    if hasattr(function, "cache_clear"):
+                    if hasattr(function, "cache_clear") and _is_written(function, "cache_clear"):
                         function.cache_clear()
         for default, content in self._defaults:
             default.clear()
             add = default.extend if isinstance(default, list) else default.update
             add(content)
+
+
+def _is_written(owner: Any, name: str) -> bool:
+    """False for an attribute that a mock, in the place of an absent package, makes up.
+
+    It would keep a record of each call.
+    """
+    return getattr_static(owner, name, None) is not None
 
 
 def _kept(value: Any) -> Iterator[Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -66,6 +68,15 @@ def test_registries_and_what_a_script_has_replaced_before_stay(framework: Any) -
     framework.REGISTERED.append("imported")
     before.restore()
     assert framework.number() == "replaced" and framework.REGISTERED == ["imported"]
+
+
+def test_caches_are_emptied_and_mocks_of_absent_packages_do_not_grow(framework: Any) -> None:
+    """Megatron has a mock for each name of a package that is not installed."""
+    framework.absent, framework.cached = MagicMock(), functools.cache(object)
+    before = PackageState(framework.__name__)
+    first = framework.cached()
+    before.restore()
+    assert framework.cached() is not first and framework.absent.mock_calls == []
 
 
 @pytest.mark.slow
