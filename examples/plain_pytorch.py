@@ -33,20 +33,24 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--losses", default="losses.jsonl", help="file that rank 0 appends to")
     parser.add_argument("--width", type=int, default=256, help="size of the hidden layers")
     parser.add_argument("--iteration-seconds", type=float, default=0.0, help="shortest iteration")
+    parser.add_argument(
+        "--backend",
+        help="of torch.distributed (nccl on CUDA, else gloo); gloo lets ranks share a GPU",
+    )
     return parser.parse_args()
 
 
-def join_job() -> torch.device:
-    """Start torch.distributed, alone if nobody said otherwise; returns this rank's device."""
+def join_job(backend: str | None) -> torch.device:
+    """Start torch.distributed, with one rank if no launcher set more; this rank's device."""
     for name, alone in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, alone)
     if os.environ["WORLD_SIZE"] == "1":
         os.environ.setdefault("MASTER_PORT", "0")
     if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend or "gloo")
         return torch.device("cpu")
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl")
+    dist.init_process_group(backend or "nccl")
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -98,7 +102,7 @@ def state_hash(state: dict[str, Any]) -> str:
 def main() -> None:
     """Train, and write losses and the final hash."""
     options = arguments()
-    device = join_job()
+    device = join_job(options.backend)
     first, snapshots = 0, None
     if "MEGATRON_FT_JOB" in os.environ:
         replicated = {"model": dist.group.WORLD, "optimizer": dist.group.WORLD}

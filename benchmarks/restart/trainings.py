@@ -67,8 +67,8 @@ def _plain(job: JobFile, iterations: int, faults: bool) -> JobFile:
     )
 
 
-PACE = ("--iteration-seconds", str(PACE_SECONDS))
-"""Of the plain loop."""
+PACE = ("--iteration-seconds", str(PACE_SECONDS), "--backend", "gloo")
+"""Of the plain loop.  Where there is a GPU all ranks share it, which NCCL refuses."""
 
 
 def _zero(stage: int) -> Callable[[JobFile, int, bool], JobFile]:
