@@ -1,7 +1,7 @@
 """The trainer hosts of a job, one on each node, from which its trainers start warm.
 
 A trainer's command becomes one that asks the host of its node (launchers/warm_client.py); without
-an answer it starts as ever, so a host that is lost costs time and nothing else.
+an answer it starts cold, so a host that is lost costs time and nothing else.
 """
 
 from __future__ import annotations

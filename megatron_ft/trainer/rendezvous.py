@@ -22,7 +22,7 @@ CONNECT_SECONDS = 5.0
 
 
 def install() -> None:
-    """Have ``init_process_group`` wait here; a torch without the function waits as ever."""
+    """Have ``init_process_group`` wait here; a torch without the function waits by itself."""
     # torch.distributed has a function of the same name.
     module = owner_at("torch.distributed.rendezvous")
     if hasattr(module, "_create_c10d_store"):

@@ -1,9 +1,9 @@
 """Restart in process: a trainer that survives a failure trains again without a new process.
 
 ``run_resilient`` calls the training function, and calls it again when the job restarts.  A thread
-of this process hears of that from the node's SMP.  The training function is interrupted, all that
-it has built is torn down, and the SMP proves that no arena is left here (smp/clients.py).  Then
-the supervisor sends what has changed in the environment.  Whatever takes too long, or fails, ends
+receives the request of the node's SMP.  The training function is interrupted, everything that it
+has built is torn down, and the SMP proves that no arena is left here (smp/survivors.py).  Then
+the supervisor sends what has changed in the environment.  A step that fails or takes too long ends
 this process, and its rank starts in a new one.
 """
 
@@ -55,7 +55,7 @@ def run_resilient(train: Callable[[], Result]) -> Result:
 
     ``train`` builds all that it needs: process groups, model, optimizer, data, SnapshotManager.
     It must not rely on anything that an earlier call has built.  Errors of ``train`` itself are
-    raised as ever.  ``train`` is called once outside of ``megatron-ft run``, in another thread
+    raised.  ``train`` is called once outside of ``megatron-ft run``, in another thread
     than the main thread, inside another ``run_resilient``, or with the setting ``restart``
     "new-process"; "auto" means that where CUDA is available.
     """
@@ -78,7 +78,7 @@ def run_resilient(train: Callable[[], Result]) -> Result:
 
 
 def _announce() -> RestartClient | None:
-    """A connection to an SMP that knows of it; None where a new process is to take over."""
+    """A connection that the SMP has acknowledged; None where a new process takes over."""
     try:
         environment = ProcessEnvironment.from_env()
     except NotUnderSupervisorError:
@@ -136,7 +136,7 @@ class RestartClient:
         self._thread = threading.Thread(target=self._serve, name="megatron-ft-restart", daemon=True)
 
     def announce(self) -> bool:
-        """Tell the SMP of this process; False if it does not take it."""
+        """Register this process at the SMP; False if it does not acknowledge."""
         self._thread.start()
         known = self._known.wait(ANNOUNCE_SECONDS)
         if not known:
@@ -150,7 +150,7 @@ class RestartClient:
     def restart(self) -> None:
         """Tear down, be released, wait, and take the environment of the next incarnation.
 
-        Raises what tear_down raises, and ControlPlaneError when nobody wants this rank any more.
+        Raises what tear_down raises, and ControlPlaneError when no incarnation asks for this rank.
         """
         tear_down(self._state)
         self._requested.clear()
@@ -190,7 +190,7 @@ class RestartClient:
                     self._obey(smp.receive(), smp)
 
     def _hear(self, word: bytes, smp: Connection) -> bool:
-        """Act on a word of the main thread; False if it is the last one."""
+        """Act on a message of the main thread; False if it is the last one."""
         if word == b"down":
             self._training = False
             self.interrupter.clear()

@@ -38,8 +38,8 @@ def on_entry(prepare: Callable[[], None]) -> None:
 def on_teardown(callback: Callable[[], None]) -> Callable[[], None]:
     """Have ``callback`` called by each ``tear_down``; the function that takes it off again.
 
-    The last one that was added is called first, and each once.  It has to take it that training
-    ended at any point, or never began.
+    The last one that was added is called first, and each once.  It must work wherever training
+    ended, also before it began.
     """
     if callback not in _callbacks:
         _callbacks.append(callback)
