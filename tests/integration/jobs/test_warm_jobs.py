@@ -11,8 +11,8 @@ import pytest
 
 from megatron_ft.cli import status
 from megatron_ft.core import procfs
-from tests.support.fates import in_incarnation
-from tests.support.jobs import Job, Result, difference, oracle
+from tests.support.disk_jobs import wait_for
+from tests.support.jobs import Fault, Job, Result, difference, oracle
 from tests.support.warm_host import is_client
 
 ANEW = {"MEGATRON_FT_RESTART": "new-process"}
@@ -48,6 +48,16 @@ def host_of(job: Job, node: str) -> int:
     return host
 
 
+def once_recovered(number: int, fault: Fault) -> Fault:
+    """The fault, once this many recoveries are reported, which a heartbeat after them brings."""
+
+    def strike(job: Job) -> None:
+        wait_for(job, "recovered", number)
+        fault(job)
+
+    return strike
+
+
 def test_a_job_loses_trainers_a_host_and_a_node_and_nothing_changes(
     made: list[Job], tmp_path: Path, two: Result
 ) -> None:
@@ -75,9 +85,9 @@ def test_a_job_loses_trainers_a_host_and_a_node_and_nothing_changes(
 
     job.run(
         (6, kill_a_trainer),
-        (14, in_incarnation(2, kill_a_host_and_its_trainers_client)),
-        (22, in_incarnation(3, lose_a_node)),
-        (30, in_incarnation(4, look_at_the_spare)),
+        (14, once_recovered(1, kill_a_host_and_its_trainers_client)),
+        (22, once_recovered(2, lose_a_node)),
+        (30, once_recovered(3, look_at_the_spare)),
     )
     assert not difference(job.result(), two), job.story()
     assert [source for _, source in job.restores()] == ["own memory"] * 2 + ["parity"], job.story()
