@@ -9,6 +9,7 @@ at the mappings and the open files of the process; one that still has an arena i
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Collection
 from contextlib import suppress
@@ -21,6 +22,8 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.smp.event_sender import Send
 from megatron_ft.smp.processes import SURVIVOR, WriterProcess, Writers
 from megatron_ft.smp.store import SUFFIX
+
+log = logging.getLogger(__name__)
 
 LET_GO_SECONDS = 2.0
 """Longest wait for a trainer to let go.  One that hangs is killed then and starts warm, which
@@ -78,18 +81,31 @@ class Survivors:
         asked = {rank: found for rank in ranks if (found := self._find(rank)) is not None}
         loop = asyncio.get_running_loop()
         self._released = {rank: loop.create_future() for rank in asked}
+        # Before the first wait, after which a trainer that has died is not known here any more.
+        gone = {rank: self._writers.gone(survivor) for rank, survivor in asked.items()}
         for survivor in asked.values():
             await self._send((survivor.identity,), m.LetGo(incarnation))
-        await asyncio.gather(*(self._answered(*pair) for pair in asked.items()))
-        kept = {
-            rank: survivor.pid
-            for rank, survivor in asked.items()
-            if self._released[rank].done() and not holds_arena(survivor.pid, self._folder)
-        }
+        await asyncio.gather(*(self._answered(*pair) for pair in gone.items()))
+        kept = {}
+        for rank, survivor in asked.items():
+            if why := self._why_not(rank, survivor):
+                log.info("rank %d will start in a new process: it %s", rank, why)
+            else:
+                kept[rank] = survivor.pid
         for writer in self._writers.all():
             if writer.role == "trainer" and writer.pid in kept.values():
                 self._writers.release(writer)
         return kept
+
+    def _why_not(self, rank: int, survivor: WriterProcess) -> str:
+        """Reason why a trainer cannot be kept, or ""."""
+        if self._find(rank) != survivor:
+            return "has ended"
+        if not self._released[rank].done():
+            return f"has not let go within {LET_GO_SECONDS:g} s"
+        if holds_arena(survivor.pid, self._folder):
+            return "has let go, and still has an arena"
+        return ""
 
     async def reenter(self, request: m.ReenterRanks) -> None:
         """Let released trainers train again; ControlPlaneError names one that is gone."""
@@ -102,9 +118,9 @@ class Survivors:
     def _find(self, rank: int) -> WriterProcess | None:
         return self._writers.find(SURVIVOR, str(rank))
 
-    async def _answered(self, rank: int, survivor: WriterProcess) -> None:
+    async def _answered(self, rank: int, gone: asyncio.Event) -> None:
         """Return when the trainer has answered, is dead, or has had its time."""
-        gone = asyncio.ensure_future(self._writers.gone(survivor).wait())
-        waits: set[asyncio.Future[Any]] = {self._released[rank], gone}
+        death = asyncio.ensure_future(gone.wait())
+        waits: set[asyncio.Future[Any]] = {self._released[rank], death}
         await asyncio.wait(waits, timeout=LET_GO_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        gone.cancel()
+        death.cancel()

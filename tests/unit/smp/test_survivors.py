@@ -1,7 +1,8 @@
-"""The SMP's look at a trainer that says that it has let go of its arenas."""
+"""How an SMP finds out that a trainer has let go of its arenas."""
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import subprocess
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.rpc import messages as m
+from megatron_ft.smp.processes import Writers
 from megatron_ft.smp.store import SUFFIX
-from megatron_ft.smp.survivors import holds_arena
+from megatron_ft.smp.survivors import Survivors, holds_arena
 
 HOLD = {
     "nothing": "",
@@ -51,3 +54,26 @@ def test_a_process_with_an_arena_is_seen(tmp_path: Path, what: str) -> None:
         assert holds_arena(child.pid, tmp_path)
         child.wait()
     assert holds_arena(child.pid, tmp_path)
+
+
+def test_a_trainer_that_dies_while_it_is_asked_is_not_kept(tmp_path: Path) -> None:
+    async def die_when_asked() -> dict[int, int]:
+        async def send(_identity: object, _message: object) -> None:
+            child.kill()
+            await asyncio.wait_for(gone.wait(), 10)
+
+        writers = Writers(tmp_path, lambda _: None)
+        survivors = Survivors(writers, tmp_path, send)
+        survivors.enter(m.Restartable(child.pid, 3), b"restart-3")
+        (writer,) = writers.all()
+        gone = writers.gone(writer)
+        return await asyncio.wait_for(survivors.let_go(2, [3]), 10)
+
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert child.stdin is not None
+    try:
+        assert asyncio.run(die_when_asked()) == {}
+    finally:
+        child.kill()
+        child.stdin.close()
+        child.wait()
