@@ -193,6 +193,19 @@ class RestoreReady(Message, frozen=True):
     sources: dict[str, str]
 
 
+class ImportsRequest(Message, frozen=True):
+    """Ask for the modules that the first trainer of the node has imported; answered by Imports."""
+
+    incarnation: Count
+
+
+class Imports(Message, frozen=True):
+    """Names of modules, for the trainer host of the node that gets them as a request."""
+
+    incarnation: Count
+    modules: tuple[str, ...]
+
+
 class Retire(Message, frozen=True):
     """The job has ended: remove arenas if asked, and exit."""
 

@@ -7,7 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ft.core.errors import ControlPlaneError, StaleIncarnationError
+import msgspec
+
+from megatron_ft.core import private_files
+from megatron_ft.core.environment import IMPORTS_NAME
+from megatron_ft.core.errors import UNREADABLE, ControlPlaneError, StaleIncarnationError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Peer, Server, answered
@@ -111,6 +115,17 @@ class ControlServer:
         stacks = await self._service.heartbeats.stacks()
         return m.Stacks(stacks)
 
+    async def _read_imports(self, request: m.ImportsRequest) -> m.Message:
+        try:
+            noted = private_files.read_file(self._service.store.directory / IMPORTS_NAME)
+            return m.Imports(request.incarnation, msgspec.json.decode(noted, type=tuple[str, ...]))
+        except (OSError, *UNREADABLE) as error:
+            raise ControlPlaneError(f"no modules of a trainer are known: {error}") from error
+
+    async def _note_imports(self, request: m.Imports) -> None:
+        path = self._service.store.directory / IMPORTS_NAME
+        private_files.rewrite_file(path, msgspec.json.encode(request.modules))
+
     async def _retire(self, request: m.Retire) -> None:
         await self._service.retire(remove_arenas=request.remove_arenas)
 
@@ -191,6 +206,8 @@ _REQUESTS: dict[type[m.Message], Callable[[ControlServer, Any], Any]] = {
     m.RestoreReady: ControlServer._restore_ready,
     m.ReenterRanks: ControlServer._reenter,
     m.StacksRequest: ControlServer._stacks,
+    m.ImportsRequest: ControlServer._read_imports,
+    m.Imports: ControlServer._note_imports,
     m.Retire: ControlServer._retire,
 }
 """Requests of the coordinator that are not orders to the state machine."""

@@ -117,6 +117,22 @@ class Incarnation:
         orders = stripe_orders(stripes, places, plan.active)
         self.coordinator.start_snapshots(SnapshotCycle(plan.incarnation, places, orders, schedule))
         self.drains.begin(places, registration.placements(), plan.lineage, first)
+        await self._share_imports(nodes[0])
+
+    async def _share_imports(self, node: str) -> None:
+        """Have the hosts of spares import what the first trainer of a node has imported.
+
+        A spare that does not hear of it starts its ranks later by these imports.
+        """
+        spares = self.members.free_spares()
+        if self.trainers.why_cold or not spares:
+            return
+        request = m.ImportsRequest(self.plan.incarnation)
+        try:
+            noted = (await self.coordinator.ask_all({node: request}))[node]
+            await self.coordinator.ask_all(dict.fromkeys(spares, noted))
+        except MegatronFTError as error:
+            log.warning("trainer hosts of spares do not know what to import: %s", error)
 
     async def _watch(self, beginning: asyncio.Task[None]) -> Failure | None:
         """Watch until this incarnation ends; meanwhile replace SMPs and encoders that die alone."""

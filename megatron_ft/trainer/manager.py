@@ -83,7 +83,7 @@ def watch(rank: int) -> TrainerWatch:
 
 
 def note_imports() -> None:
-    """Note what this process has imported, for the trainer host of its node to do ahead.
+    """Note what this process has imported, for trainer hosts to do ahead.
 
     A start that is slower is all that follows where it cannot be written.
     """
@@ -218,6 +218,8 @@ class SnapshotManager:
         check_replicas(adapted, layout)
         self._pending.check(layout)
         form = adapted.checkpoint_form() if isinstance(adapted, HasCheckpointForm) else b""
+        # Before all ranks have come here, when the supervisor asks for it.
+        note_imports()
         path = self._client.prepare(
             required_bytes(layout, adapted.objects(), form),
             self.config.fixed_interval,
@@ -226,7 +228,6 @@ class SnapshotManager:
         )
         copier = self._copier or choose_copier(adapted)
         self._capture.open(path, self.shard_id, layout, copier, form)
-        note_imports()
         self.watch.training()
 
     def save(self, iteration: int, state: State) -> Ticket:

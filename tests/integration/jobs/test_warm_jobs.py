@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from megatron_ft.cli import status
 from megatron_ft.core import procfs
+from megatron_ft.core.environment import IMPORTS_NAME
 from tests.support.disk_jobs import wait_for
 from tests.support.jobs import Fault, Job, Result, difference, oracle
 from tests.support.warm_host import is_client
@@ -48,6 +50,12 @@ def host_of(job: Job, node: str) -> int:
     return host
 
 
+def noted_on(job: Job, node: str) -> list[str]:
+    """The modules that the host of a node imports ahead."""
+    found: list[str] = json.loads((job.cluster.node_dir(node) / IMPORTS_NAME).read_bytes())
+    return found
+
+
 def once_recovered(number: int, fault: Fault) -> Fault:
     """The fault, once this many recoveries are reported, which a heartbeat after them brings."""
 
@@ -77,6 +85,8 @@ def test_a_job_loses_trainers_a_host_and_a_node_and_nothing_changes(
 
     def lose_a_node(job: Job) -> None:
         assert host_of(job, "n0") != hosts[0] and host_of(job, "n1") == hosts[1]
+        noted = [noted_on(job, node) for node in ("n0", "n2")]
+        assert noted[0] == noted[1] and "torch.nn.parallel.distributed" in noted[0]
         job.cluster.kill_node("n1")
 
     def look_at_the_spare(job: Job) -> None:
