@@ -206,7 +206,8 @@ def test_a_release_that_cannot_be_left_declines_restarts_in_process(
 
     left: list[str] = []
     client = SimpleNamespace(close=lambda: left.append("left")) if entered else None
-    monkeypatch.setattr(unsupported, "OLDEST", (99,))
+    newest = unsupported.DEEPSPEED._replace(oldest=(99,))
+    monkeypatch.setattr(unsupported, "DEEPSPEED", newest)
     monkeypatch.setattr(teardown, "_preparations", [])
     monkeypatch.setattr(RestartClient, "current", client)
     reentry.install()
