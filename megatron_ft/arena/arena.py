@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +56,9 @@ class Arena:
         )
         # Our own descriptor: mappings are added later, and an unlinked file lives on with it.
         self._fd = os.dup(fd)
+        # An interruption may drop an arena that nobody has closed.
+        self._close_fd = weakref.finalize(self, os.close, self._fd)
+        self._close_fd.atexit = False
 
     @classmethod
     def create(cls, path: Path, header: ArenaHeader, *, replace: bool = False) -> Arena:
@@ -232,7 +236,7 @@ class Arena:
         with self._lock:
             if self._all is None:
                 return
-            os.close(self._fd)
+            self._close_fd()
             for mapping in (self._all, *self._writable.values()):
                 mapping.close()
             # Dropped, not only closed: where views live, theirs must be the last references.

@@ -320,12 +320,13 @@ class Capture:
 
         A second call does nothing.
         """
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            if at_once and self._run is not None:
-                self._run.stop("the job restarts")
-            self.fence()
-            engine.close(self._timeout_seconds)
+        if self._engine is None:
+            return
+        if at_once and self._run is not None:
+            self._run.stop("the job restarts")
+        self.fence()
+        self._engine.close(self._timeout_seconds)
+        self._engine = None
 
     def _on_begin(self, snapshot: SnapshotId, iteration: int, slot: int) -> None:
         """The engine asks for the promised slot; its header shows when it is this snapshot's."""

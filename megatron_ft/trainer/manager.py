@@ -290,7 +290,6 @@ class SnapshotManager:
 
         ``at_once``: give the capture up.  A second call does nothing.
         """
-        _open.discard(self)
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
@@ -299,6 +298,8 @@ class SnapshotManager:
             self._capture.close(at_once=at_once)
         finally:
             self._client.close()
+        # Last: the teardown closes again what an interruption has left.
+        _open.discard(self)
 
     def _warn_of_clients(self) -> None:
         """A library's own state is in a snapshot only if the mapping has it."""

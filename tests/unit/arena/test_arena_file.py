@@ -425,6 +425,10 @@ def test_close_without_views_unmaps_and_closes_at_once(path: Path) -> None:
         arena.write_progress(1)
         assert mapped_ranges(path) > 0 and open_files() > 0
     assert (mapped_ranges(path), open_files()) == (0, 0)
+    dropped = Arena.open(path)
+    dropped.data(0, writable=True)[0] = 1
+    del dropped
+    assert (mapped_ranges(path), open_files()) == (0, 0)
 
 
 def test_refused_files_leave_no_descriptor(path: Path) -> None:

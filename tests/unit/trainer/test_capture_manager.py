@@ -31,7 +31,8 @@ from megatron_ft.trainer import engine
 from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.fill import CHUNK_BYTES
 from megatron_ft.trainer.identity_check import sharing_storage
-from megatron_ft.trainer.manager import SnapshotManager
+from megatron_ft.trainer.interrupt import RestartRequested
+from megatron_ft.trainer.manager import SnapshotManager, _close_all
 from megatron_ft.trainer.restore import SealedShard
 from tests.support.captures import (
     BLOCK,
@@ -75,6 +76,27 @@ def test_restored_training_is_bit_identical_to_one_never_interrupted(smp: FakeSm
     assert smp.restored_calls[0] == ticket.snapshot
     second.prepare(fresh)
     second.close()
+
+
+def test_a_close_that_was_interrupted_is_done_again(
+    smp: FakeSmp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy thread and its arena would stay, and the process could not restart."""
+    threads = threading.active_count()
+    manager = make_manager(smp)
+    assert capture(smp, manager, make_training()).captured.result(WAIT)
+    detach = CpuCopier.detach
+
+    def interrupted(_: CpuCopier) -> None:
+        monkeypatch.setattr(CpuCopier, "detach", detach)
+        raise RestartRequested
+
+    monkeypatch.setattr(CpuCopier, "detach", interrupted)
+    with pytest.raises(RestartRequested):
+        manager.close()
+    assert manager._capture.is_open
+    _close_all()
+    assert not manager._capture.is_open and threading.active_count() == threads
 
 
 def test_neither_a_capture_nor_a_load_pickles_anything(
