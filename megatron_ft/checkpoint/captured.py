@@ -85,10 +85,8 @@ class GlobalTensors(Mapping[str, GlobalTensor]):
                     self._windows.setdefault(name, []).append(stored)
 
     def __getitem__(self, name: str) -> GlobalTensor:
-        entry, window = self._windows[name][0][0].entry, self._windows[name][0][1]
-        pieces = entry.logical.pieces if entry.logical is not None else ()
-        shapes = [piece.global_shape for piece in pieces if piece.global_name == window.name]
-        return GlobalTensor(entry.dtype, shapes[0] if shapes else entry.shape)
+        stored, window = self._windows[name][0]
+        return GlobalTensor(stored.entry.dtype, window.shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._windows))

@@ -9,10 +9,9 @@ damaged is rebuilt by the job's next start, and not here.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ from megatron_ft.checkpoint.source import (
     ShardBytes,
     ShardParts,
     SnapshotInfo,
-    damage,
+    describe_damage,
     verified_shard,
 )
 from megatron_ft.core.errors import ArenaError, ConfigError, SnapshotUnavailableError
@@ -106,9 +105,8 @@ def _job_of(folders: Sequence[Path]) -> uuid.UUID:
 @contextmanager
 def hold(memory: Memory, info: SnapshotInfo, shards: Collection[str]) -> Iterator[OpenSnapshot]:
     """Verify these shards of a snapshot, and notice if they are given up meanwhile."""
-    held = {shard_id: _Held.find(memory, shard_id, info.snapshot) for shard_id in sorted(shards)}
+    held, check = _find(memory, info, shards)
     opened = {shard_id: one.verified() for shard_id, one in held.items()}
-    check = partial(_check, held.values())
     check()
     yield OpenSnapshot(info, memory.job, memory.lineage, opened, check)
     check()
@@ -119,16 +117,22 @@ def hold_parts(
     memory: Memory, info: SnapshotInfo, shards: Collection[str]
 ) -> Iterator[dict[str, ShardParts]]:
     """As ``hold``, but bytes are verified as they are read."""
+    held, check = _find(memory, info, shards)
+    yield {shard_id: one.parts() for shard_id, one in held.items()}
+    check()
+
+
+def _find(
+    memory: Memory, info: SnapshotInfo, shards: Collection[str]
+) -> tuple[dict[str, _Held], Callable[[], None]]:
+    """The slots of a snapshot, and the check that they still are what they were."""
     held = {shard_id: _Held.find(memory, shard_id, info.snapshot) for shard_id in sorted(shards)}
-    opened = {shard_id: one.parts() for shard_id, one in held.items()}
-    _check(held.values())
-    yield opened
-    _check(held.values())
 
+    def check() -> None:
+        for one in held.values():
+            one.check()
 
-def _check(held: Iterable[_Held]) -> None:
-    for one in held:
-        one.check()
+    return held, check
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ class _Held:
 
         def read(start: int, stop: int) -> NDArray[np.uint8]:
             if bad := blocks.bad(start // block, -(-stop // block)):
-                raise SnapshotUnavailableError(damage(self.record, bad, block, origin))
+                raise SnapshotUnavailableError(describe_damage(self.record, bad, block, origin))
             return data[start:stop]
 
         return ShardParts.of(self.record, read, origin)

@@ -31,7 +31,7 @@ from megatron_ft.arena.format import SlotState
 from megatron_ft.arena.mapping import Mapping
 from megatron_ft.checkpoint import disk_format
 from megatron_ft.checkpoint.disk_format import MANIFEST, DiskCalls, Manifest, ShardFile
-from megatron_ft.checkpoint.source import ShardBytes, damage, take_apart
+from megatron_ft.checkpoint.source import ShardBytes, describe_damage, take_apart
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import (
@@ -227,7 +227,7 @@ class ShardReader:
         return expected
 
     def _damage(self, bad: list[int]) -> CheckpointDamagedError:
-        where = damage(self.record, bad, self._block_bytes, str(self.path))
+        where = describe_damage(self.record, bad, self._block_bytes, str(self.path))
         return CheckpointDamagedError(f"{where}; take another checkpoint")
 
     def _head(self, length: int) -> bytes:

@@ -43,21 +43,22 @@ class MissingRangeError(MegatronFTError):
 
 
 class Window(NamedTuple):
-    """A box of the global tensor ``name``; offset and strides of its elements, in elements."""
+    """A box of the global tensor ``name`` of ``shape``; where its elements lie, in elements."""
 
     name: str
+    shape: tuple[int, ...]
     box: Box
     offset: int
     stride: tuple[int, ...]
 
     def at(self, start: Sequence[int]) -> int:
-        """Where the element of this global index lies."""
+        """Offset of the element with this global index."""
         steps = zip(start, self.box.start, self.stride, strict=True)
         return self.offset + sum((a - b) * stride for a, b, stride in steps)
 
     def inside(self, box: Box) -> Window:
         """The part of the window that is in a box inside its own."""
-        return Window(self.name, box, self.at(box.start), self.stride)
+        return self._replace(box=box, offset=self.at(box.start))
 
 
 class Copy(NamedTuple, Generic[Source]):
@@ -80,7 +81,7 @@ class Copy(NamedTuple, Generic[Source]):
 def whole(name: str, shape: tuple[int, ...]) -> Window:
     """The window of a whole tensor in row-major order."""
     stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return Window(name, Box((0,) * len(shape), shape), 0, stride)
+    return Window(name, shape, Box((0,) * len(shape), shape), 0, stride)
 
 
 def windows(entry: LayoutEntry) -> Iterator[Window]:
@@ -101,9 +102,9 @@ def windows(entry: LayoutEntry) -> Iterator[Window]:
 
 def _window(piece: Piece) -> Window:
     """The window of a piece in the flattened parameter."""
-    stop = tuple(one.stop for one in piece.box)
+    box = Box(piece.global_offset, tuple(one.stop for one in piece.box))
     stride = (0,) * (len(piece.global_shape) - len(piece.shape)) + piece.stride
-    return Window(piece.global_name, Box(piece.global_offset, stop), piece.offset, stride)
+    return Window(piece.global_name, piece.global_shape, box, piece.offset, stride)
 
 
 def _between(window: Window, first: int, stop: int) -> Iterator[Window]:

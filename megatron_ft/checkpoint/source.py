@@ -192,7 +192,7 @@ def verified_shard(
     """
     bad = digest.verify_shard(data, record, block_bytes)
     if bad:
-        raise SnapshotUnavailableError(damage(record, bad, block_bytes, origin))
+        raise SnapshotUnavailableError(describe_damage(record, bad, block_bytes, origin))
     return take_apart(data, record, block_bytes, origin)
 
 
@@ -221,8 +221,8 @@ def _layout_of(record: SealedRecord, meta: Meta, origin: str) -> ShardLayout:
     return layout
 
 
-def damage(record: SealedRecord, bad: list[int], block_bytes: int, origin: str) -> str:
-    """Which blocks of a shard are damaged, for messages."""
+def describe_damage(record: SealedRecord, bad: list[int], block_bytes: int, origin: str) -> str:
+    """The damaged blocks of a shard as a sentence, for messages."""
     return (
         f"shard {record.shard_id} of snapshot {record.snapshot} in {origin}: {len(bad)} of its "
         f"blocks of {block_bytes} bytes do not match their digests ({digest.name_blocks(bad)})"

@@ -2,7 +2,7 @@
 
   megatron-ft cat --job NAME                    the names of all tensors
   megatron-ft cat --job NAME TENSOR             dtype, shape and values of one
-  megatron-ft cat --from DIR TENSOR --to FILE   the tensor as a file that torch.load reads
+  megatron-ft cat --from DRAINED TENSOR --to FILE   the tensor as a file that torch.load reads
 
 Only the ranges of that tensor are read, and verified.  The job may run meanwhile.  Tensors of a
 framework that records no place in the unsharded model go by the name under which they were
@@ -16,7 +16,6 @@ import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ft.checkpoint.drained import open_checkpoint
 from megatron_ft.checkpoint.source import SnapshotInfo, open_newest_parts
 from megatron_ft.cli import common
 from megatron_ft.core.errors import ConfigError
@@ -35,14 +34,8 @@ EXIT_CODES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft cat``."""
     parser.add_argument("tensor", nargs="?", metavar="TENSOR", help="name of one (all are listed)")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--job", default="job", help="job whose memory is read (%(default)s)")
-    source.add_argument(
-        "--from", dest="source", type=Path, metavar="DIR", help="drained checkpoint instead"
-    )
+    common.add_source(parser)
     parser.add_argument("--to", type=Path, metavar="FILE", help="file to write the tensor to")
-    parser.add_argument("--iteration", type=int, help="this one instead of the newest")
-    common.add_folders(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -52,9 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError("--to needs the name of a tensor; without one all names are listed")
     from megatron_ft.checkpoint.captured import GlobalTensors
 
-    source = (
-        open_checkpoint(arguments.source) if arguments.source else common.open_memory(arguments)
-    )
+    source = common.open_source(arguments)
     with open_newest_parts(source, arguments.iteration) as (info, shards):
         tensors = GlobalTensors(shards)
         if arguments.tensor is None:

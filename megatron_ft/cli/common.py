@@ -18,6 +18,7 @@ from megatron_ft.launchers.virtual import default_root
 
 if TYPE_CHECKING:
     from megatron_ft.checkpoint.live import LiveSource
+    from megatron_ft.checkpoint.source import SnapshotSource
 
 
 def show_any_text() -> None:
@@ -69,6 +70,26 @@ def add_folders(parser: argparse.ArgumentParser) -> None:
     """Declare ``--arena-dir`` and ``--state-dir``."""
     add_argument(parser)
     parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--job`` or ``--from``, ``--iteration`` and the folders of ``open_source``."""
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--job", default="job", help="job whose memory is read (%(default)s)")
+    source.add_argument(
+        "--from", dest="source", type=Path, metavar="DRAINED", help="drained checkpoint instead"
+    )
+    parser.add_argument("--iteration", type=int, help="this one instead of the newest")
+    add_folders(parser)
+
+
+def open_source(arguments: argparse.Namespace) -> SnapshotSource:
+    """The snapshots of ``add_source``'s flags; ConfigError if there are none."""
+    if arguments.source is None:
+        return open_memory(arguments)
+    from megatron_ft.checkpoint.drained import open_checkpoint
+
+    return open_checkpoint(arguments.source)
 
 
 def open_memory(arguments: argparse.Namespace) -> LiveSource:

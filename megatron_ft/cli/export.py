@@ -19,9 +19,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_ft.checkpoint.drained import open_checkpoint
 from megatron_ft.checkpoint.export import FORMATS, export
-from megatron_ft.checkpoint.source import SnapshotSource, open_newest
+from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.cli import common
 from megatron_ft.core.errors import ConfigError
 
@@ -33,16 +32,11 @@ EXIT_CODES: Mapping[int, str] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft export``."""
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--job", default="job", help="job whose memory is read (%(default)s)")
-    source.add_argument(
-        "--from", dest="source", type=Path, metavar="DRAINED", help="drained checkpoint instead"
-    )
+    common.add_source(parser)
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to write")
     parser.add_argument(
         "--format", choices=FORMATS, help="of the files (that of the framework that trained)"
     )
-    parser.add_argument("--iteration", type=int, help="this one instead of the newest")
     parser.add_argument(
         "--import",
         dest="modules",
@@ -52,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Python module to import first, for classes of your own that it registers "
         "(megatron_ft.register_class); may be repeated",
     )
-    common.add_folders(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -60,7 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     for module in arguments.modules:
         _import(module)
-    with open_newest(_source(arguments), arguments.iteration) as shards:
+    with open_newest(common.open_source(arguments), arguments.iteration) as shards:
         iteration, count = shards.info.iteration, len(shards)
         folder, advice = export(shards, arguments.to.absolute(), arguments.format)
     seconds = time.monotonic() - started
@@ -76,9 +69,3 @@ def _import(module: str) -> None:
         raise ConfigError(
             f"--import {module} cannot be imported: {error}; is it on PYTHONPATH?"
         ) from error
-
-
-def _source(arguments: argparse.Namespace) -> SnapshotSource:
-    if arguments.source is not None:
-        return open_checkpoint(arguments.source)
-    return common.open_memory(arguments)

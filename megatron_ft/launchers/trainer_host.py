@@ -110,7 +110,7 @@ def split(command: list[str]) -> tuple[list[str], list[str]]:
 
 
 def modules_of(command: list[str]) -> list[str]:
-    """What to import for a command, in order: torch, what its script names, the framework."""
+    """Modules to import for a command, in order: torch's, its script's, the framework's."""
     _, words = split(command)
     named: list[str] = []
     try:

@@ -1,4 +1,4 @@
-"""What each rank of Megatron does at its start, done ahead by the trainer host that forks them.
+"""Prepares Megatron in a trainer host, once for all ranks that it forks.
 
 Importing this module imports Megatron's loop, puts our hooks in place and makes a parser of
 Megatron's flags, which reads the sources of many classes.

@@ -44,8 +44,7 @@ def pretrain() -> None:
 
 def main() -> None:
     """Prepare Megatron, put our hooks and the trace in place, and train."""
-    if cpu_device.needed():
-        cpu_device.install()
+    import megatron_ft.cli.demo.cpu_in_place  # noqa: I001  # before Megatron
     import megatron.core
 
     import megatron_ft.megatron

@@ -1,4 +1,4 @@
-"""What a trainer host does of Megatron before it forks, in a process of its own."""
+"""Megatron as a trainer host prepares it before it forks, in a process of its own."""
 
 from __future__ import annotations
 

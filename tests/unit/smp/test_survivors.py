@@ -1,4 +1,4 @@
-"""How an SMP finds out that a trainer has let go of its arenas."""
+"""An SMP's proof that a trainer has let go of its arenas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is removed, and put back, between two entries of a training function."""
+"""Teardown between two entries of a training function: removed, and restored."""
 
 from __future__ import annotations
 
