@@ -1,7 +1,7 @@
 """Show a tensor of the unsharded model, from memory or a drained checkpoint.
 
-  megatron-ft cat --job NAME                    the names of all tensors
-  megatron-ft cat --job NAME TENSOR             dtype, shape and values of one
+  megatron-ft cat --job NAME                        the names of all tensors
+  megatron-ft cat --job NAME TENSOR                 dtype, shape and values of one
   megatron-ft cat --from DRAINED TENSOR --to FILE   the tensor as a file that torch.load reads
 
 Only the ranges of that tensor are read, and verified.  The job may run meanwhile.  Tensors of a
@@ -33,7 +33,9 @@ EXIT_CODES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft cat``."""
-    parser.add_argument("tensor", nargs="?", metavar="TENSOR", help="name of one (all are listed)")
+    parser.add_argument(
+        "tensor", nargs="?", metavar="TENSOR", help="one of them (default: list all)"
+    )
     common.add_source(parser)
     parser.add_argument("--to", type=Path, metavar="FILE", help="file to write the tensor to")
 
