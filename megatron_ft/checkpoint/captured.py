@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ft.checkpoint.reshape import Copy, Window, fill, whole, windows
 from megatron_ft.checkpoint.source import ShardBytes, ShardParts
 from megatron_ft.core.shard import LayoutEntry
+from megatron_ft.erasure.reshape_plan import Copy, Window, fill, whole, windows
 from megatron_ft.trainer.binding import region_tensor
 from megatron_ft.trainer.plan import dtype_from_name
 

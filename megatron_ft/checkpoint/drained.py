@@ -206,7 +206,10 @@ def _reason_against(one: Drained, wanted: DiskCriteria, lineage: Sequence[Ancest
         return "is damaged"
     if len(one.seats) != len(manifest.shards):
         return "does not say where its shards belong; it can only be exported"
-    if sorted(seat.rank for seat in one.seats.values()) != list(range(wanted.shard_count)):
+    if sorted(seat.rank for seat in one.seats.values()) != list(range(len(one.seats))):
+        return "has no shard of some rank; it can only be exported"
+    if wanted.newer_than is not None and len(one.seats) != wanted.shard_count:
+        # Of another layout, it would be reshaped, which takes the place of all that is in memory.
         return f"has {len(manifest.shards)} shards, the job {wanted.shard_count}"
     if manifest.iteration < wanted.own_iteration:
         return f"is older than the framework's own checkpoint of {wanted.own_iteration}"

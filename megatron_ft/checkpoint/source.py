@@ -209,7 +209,7 @@ def take_apart(
     meta = unpack_meta(digest.read_meta(data, record))
     layout = _layout_of(record, meta, origin)
     region = data[: record.used_bytes]
-    return ShardBytes(record, region, layout, meta.objects, meta.form, block_bytes, origin)
+    return ShardBytes(record, region, layout, meta.nearest_objects, meta.form, block_bytes, origin)
 
 
 def _layout_of(record: SealedRecord, meta: Meta, origin: str) -> ShardLayout:

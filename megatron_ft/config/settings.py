@@ -182,9 +182,9 @@ class SnapshotConfig:
     )
     on_no_spare: str = one_of(
         (STOP, HOLD, SHRINK),
-        "When a node is lost and no spare is left, what memory can serve is drained; then stop, "
-        "hold memory until a Slurm job of its own has brought a host, or shrink: continue with "
-        "fewer data-parallel ranks from an export in drain_export_dir.",
+        "When a node is lost and no spare is left: stop, or hold memory until a Slurm job of its "
+        "own has brought a host (what memory can serve is drained before), or shrink: continue "
+        "with fewer data-parallel ranks, to which the snapshot is reshaped in memory.",
     )
     register_timeout_seconds: float = seconds(
         600.0,
@@ -202,11 +202,6 @@ class SnapshotConfig:
 
     def _without_effect(self) -> list[str]:
         """Settings of a drain without folder or interval: the user who gave them expects files."""
-        if self.on_no_spare == SHRINK and None in (self.drain_dir, self.drain_export_dir):
-            return [
-                "on_no_spare is shrink, which resumes from an export: give drain_dir, "
-                "drain_interval and drain_export_dir, the folder that the training command loads"
-            ]
         if self.drain_dir is not None:
             never = f"drain_dir is {self.drain_dir}, but drain_interval is 0: nothing is written"
             return [] if self.drain_interval else [f"{never}; give both"]

@@ -56,7 +56,7 @@ class Scheme:
             raise ConfigError(f"unknown redundancy scheme {text!r}; write {_FORMS}")
         counted, members, rs, data, parity, none = match.groups()
         if none:
-            return cls("none", 1, 0)
+            return NO_PARITY
         if rs:
             return cls("rs", int(data), int(parity))
         if counted == "xor":
@@ -81,7 +81,7 @@ def largest_scheme(wanted: Scheme, domains: int) -> Scheme:
     """The scheme of the wanted kind that protects most with this many failure domains."""
     members = min(domains, MAX_MEMBERS)
     if members < 2 or wanted.kind == "none":
-        return Scheme("none", 1, 0)
+        return NO_PARITY
     if wanted.kind == "replica":
         return Scheme("replica", 1, members - 1)
     parity = min(wanted.parity_members, members - 1)
@@ -103,3 +103,6 @@ def _problem(scheme: Scheme) -> str:
     if data + parity > MAX_MEMBERS:
         return f"{data + parity} members are more than {MAX_MEMBERS}"
     return ""
+
+
+NO_PARITY = Scheme("none", 1, 0)

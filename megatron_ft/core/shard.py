@@ -322,17 +322,24 @@ def _entry_difference(stored: LayoutEntry, live: LayoutEntry) -> str:
     )
 
 
-class Meta(msgspec.Struct, frozen=True):
+class Meta(msgspec.Struct, frozen=True, omit_defaults=True):
     """The small parts of one shard.
 
     ``layout`` is what ShardLayout.to_bytes() gives, ``objects`` what objects.encode()
     gives of a dict by name.  ``form`` is what the state's ``checkpoint_form()`` gave, for an
-    exporter; empty if it has none.
+    exporter; empty if it has none.  A shard that was reshaped has no objects of its own:
+    ``origins`` are those of shards that it came from, by shard id, the nearest first.
     """
 
     layout: bytes
     objects: bytes
     form: bytes = b""
+    origins: dict[str, bytes] = {}
+
+    @property
+    def nearest_objects(self) -> bytes:
+        """The objects, or if it was reshaped, those of its nearest origin."""
+        return next(iter(self.origins.values()), self.objects)
 
 
 def pack_meta(layout_bytes: bytes, objects: dict[str, Any], form: bytes = b"") -> bytes:

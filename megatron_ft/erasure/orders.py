@@ -18,25 +18,31 @@ from uuid import UUID
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotHeader
+from megatron_ft.core import private_files
 from megatron_ft.core.background import Pace
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SnapshotId
+from megatron_ft.core.shard import ShardLayout, unpack_meta
 from megatron_ft.erasure.encode import EncodeResult, encode
 from megatron_ft.erasure.member import MemberView, StripeCode, member_of
 from megatron_ft.erasure.rebuild import RebuildResult, rebuild
+from megatron_ft.erasure.reshape import HeldShard, NewShard, reshape
 from megatron_ft.erasure.transport import Transport
 from megatron_ft.rpc.messages import (
     Encoded,
     EncodeOrder,
     Message,
     OrderDone,
+    PlacedShard,
     RebuildOrder,
     Rebuilt,
+    Reshaped,
+    ReshapeOrder,
     StripeOrder,
 )
 
-Order = EncodeOrder | RebuildOrder
+Order = EncodeOrder | RebuildOrder | ReshapeOrder
 
 _Result = TypeVar("_Result")
 
@@ -97,6 +103,10 @@ class OrderRunner:
 
         Any exception leaves the world unusable, since other members may be waiting for ours.
         """
+        if isinstance(order, ReshapeOrder):
+            yield from self._reshape(order)
+            yield OrderDone(order.snapshot, order.world)
+            return
         pace = Pace(self._encode_rate)
         for stripe in order.stripes:
 
@@ -113,8 +123,53 @@ class OrderRunner:
                 yield from self._reports(order, stripe, done)
         yield OrderDone(order.snapshot, order.world)
 
+    def _reshape(self, order: ReshapeOrder) -> Iterator[Message]:
+        """Fill this node's shards of a new layout; a report of each."""
+        started = time.monotonic()
+        held = {shard: self._held(order, shard, place) for shard, place in order.held.items()}
+        new = {shard: self._new(place) for shard, place in order.new.items()}
+        reach("reshape.ordered")
+        done = reshape(
+            self._open_transport(),
+            order.ranks,
+            held,
+            new,
+            snapshot=order.snapshot,
+            iteration=order.iteration,
+        )
+        for result in done.values():
+            yield Reshaped(
+                world=order.world,
+                record=result.record,
+                bytes_needed=result.bytes_needed,
+                bytes_received=result.bytes_received,
+                seconds=time.monotonic() - started,
+            )
+        for place in order.new.values():
+            self._shelf.drop(place.arena)
+
+    def _held(self, order: ReshapeOrder, shard: str, place: PlacedShard) -> HeldShard:
+        arena = self._shelf.take(place.arena)
+        header = arena.slot(place.slot)
+        _require_sealed(order.source, header, shard)
+        assert header.record is not None, "sealed"
+        data = arena.data(place.slot)[: header.record.used_bytes]
+        return HeldShard(header.record, data, arena.geometry.block_bytes)
+
+    def _new(self, place: PlacedShard) -> NewShard:
+        arena = self._shelf.take(place.arena)
+        meta = unpack_meta(private_files.read_file(Path(place.layout)))
+        data = arena.data(place.slot, writable=True)
+        layout = ShardLayout.from_bytes(meta.layout)
+        return NewShard(layout, meta.form, data, arena.geometry.block_bytes)
+
     def _work(
-        self, order: Order, stripe: StripeOrder, member: int, transport: Transport, pace: Pace
+        self,
+        order: EncodeOrder | RebuildOrder,
+        stripe: StripeOrder,
+        member: int,
+        transport: Transport,
+        pace: Pace,
     ) -> EncodeResult | RebuildResult:
         """Do one member's part of an order on one stripe."""
         code, peers = _code(stripe), stripe.world_ranks
@@ -130,7 +185,9 @@ class OrderRunner:
         reach("rebuild.ordered")
         return rebuild(code, view, transport, peers, lost, index=member)
 
-    def _reports(self, order: Order, stripe: StripeOrder, done: _Done) -> Iterator[Message]:
+    def _reports(
+        self, order: EncodeOrder | RebuildOrder, stripe: StripeOrder, done: _Done
+    ) -> Iterator[Message]:
         """The report to the SMP of one member's part; a survivor of a rebuild sends none."""
         result, shard = done.result, stripe.members[done.member]
         _require_members(stripe, [r.shard_id for r in result.stripe_table])

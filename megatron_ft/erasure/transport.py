@@ -81,6 +81,7 @@ class MessageKind(IntEnum):
     SOURCE = 2
     RESULT = 3
     DIGEST = 4
+    RESHAPE = 5
 
 
 class Link:
@@ -245,6 +246,10 @@ def _shift(
         to, source = (link.member + step) % link.members, (link.member - step) % link.members
         window.post(partial(swap, to, source))
     window.drain()
+
+
+RESHAPE_TAG = MessageKind.RESHAPE * MAX_MEMBERS**2
+"""Tag of a reshape's messages, which are between ranks of a world and not members of a stripe."""
 
 
 def kind_of(tag: int) -> MessageKind:

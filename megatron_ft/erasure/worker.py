@@ -17,18 +17,16 @@ from uuid import UUID
 
 from megatron_ft.core.background import lower_priority
 from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.core.errors import ControlPlaneError, LayoutMismatchError
 from megatron_ft.erasure.member import CorruptMemberError
 from megatron_ft.erasure.orders import Order, OrderRunner
 from megatron_ft.erasure.transport import Transport
 from megatron_ft.erasure.world import join_world
 from megatron_ft.rpc.messages import (
-    EncodeOrder,
     EncoderHello,
     EncoderWelcome,
     Ok,
     OrderFailed,
-    RebuildOrder,
 )
 from megatron_ft.rpc.sockets import Connection
 
@@ -63,7 +61,7 @@ def serve(
             message = smp.receive()
             if isinstance(message, Ok):
                 continue
-            if not isinstance(message, EncodeOrder | RebuildOrder):
+            if not isinstance(message, Order):
                 raise ControlPlaneError(f"the SMP sent what is no order: {message}")
             _carry_out(runner, message, smp)
 
@@ -88,8 +86,9 @@ def _carry_out(runner: OrderRunner, order: Order, smp: Connection) -> None:
             smp.send(report)
     except BaseException as error:
         corrupt = error.shard_id if isinstance(error, CorruptMemberError) else ""
-        reason = f"{type(error).__name__}: {error}"
-        smp.send(OrderFailed(order.snapshot, order.world, reason, corrupt))
+        unfit = LayoutMismatchError.__name__ if isinstance(error, LayoutMismatchError) else ""
+        reason = str(error) if unfit else f"{type(error).__name__}: {error}"
+        smp.send(OrderFailed(order.snapshot, order.world, reason, corrupt, unfit))
         raise
 
 

@@ -147,7 +147,7 @@ def validate(args: Any) -> SnapshotConfig:
         config = config_from_args(args)
         problems += contradictions(args)
         if config.on_no_spare == SHRINK:
-            problems += fewer_ranks.refusals(args, config.drain_export_dir)
+            problems += fewer_ranks.refusals(args)
     except ConfigError as error:
         problems.append(str(error).strip())
     if problems:

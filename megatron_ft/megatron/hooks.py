@@ -20,7 +20,6 @@ from megatron_ft.config import SWITCH, SnapshotConfig
 from megatron_ft.core.environment import RESTORE, START
 from megatron_ft.core.errors import ConfigError, UnsupportedVersionError
 from megatron_ft.core.frameworks import Function, wrap
-from megatron_ft.core.identity import SHRINK
 from megatron_ft.megatron import arguments, own_checkpoints, reentry
 from megatron_ft.megatron.run import SnapshotRun, make_manager, without_disk_load
 from megatron_ft.megatron.versions import check_megatron
@@ -144,8 +143,7 @@ def _with_restore(manager_factory: ManagerFactory, original: Function) -> Functi
         if not arguments.is_enabled(options):
             return original(*args, **kwargs)
         config = arguments.validate(options)
-        gated, shrinks = config.loss_gate > 0, config.on_no_spare == SHRINK
-        run = SnapshotRun(options, manager_factory(config), gated=gated, shrinks=shrinks)
+        run = SnapshotRun(options, manager_factory(config), gated=config.loss_gate > 0)
         try:
             built = _build(run, options, lambda: original(*args, **kwargs))
             run.attach(*built[:3])

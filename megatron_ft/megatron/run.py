@@ -72,15 +72,9 @@ class SnapshotRun:
     :mod:`megatron_ft.megatron.hooks` does.
     """
 
-    def __init__(
-        self, args: Any, manager: SnapshotManager, *, gated: bool = False, shrinks: bool = False
-    ) -> None:
-        """``gated`` says that losses are wanted: reading them waits for the device.
-
-        ``shrinks`` that the job may have to resume from an export.
-        """
-        self._args, self._gated = args, gated
-        self._manager, self._shrinks = manager, shrinks
+    def __init__(self, args: Any, manager: SnapshotManager, *, gated: bool = False) -> None:
+        """``gated`` says that losses are wanted: reading them waits for the device."""
+        self._args, self._gated, self._manager = args, gated, manager
         self._state: MegatronState | None = None
         self._from_memory = False
 
@@ -108,8 +102,6 @@ class SnapshotRun:
         Collective: all ranks have to come here.
         """
         self._state = MegatronState(model, optimizer, scheduler, self._args)
-        if self._shrinks:
-            fewer_ranks.require_export(self._state.checkpoint_form())
         if self._from_memory:
             started = time.perf_counter()
             iteration = self._manager.load(into=self._state)

@@ -44,6 +44,27 @@ class RestoreOffer:
     record: SealedRecord
     source: str
 
+    @property
+    def snapshot(self) -> SnapshotId:
+        """The snapshot that is offered."""
+        return self.record.snapshot
+
+    @property
+    def iteration(self) -> int:
+        """Its iteration."""
+        return self.record.iteration
+
+
+@dataclass(frozen=True)
+class ReshapeOffer:
+    """A snapshot of another layout that the job has agreed to load.
+
+    A shard is made of it in this rank's arena when all ranks have given their layouts.
+    """
+
+    snapshot: SnapshotId
+    iteration: int
+
 
 class TrainerClient:
     """Connection of one trainer rank to its SMP.
@@ -69,7 +90,9 @@ class TrainerClient:
         self._thread = threading.Thread(target=self._run, name="megatron-ft-client", daemon=True)
         self._thread.start()
 
-    def hello(self, shard_id: str, coordinates: tuple[int, ...]) -> RestoreOffer | None:
+    def hello(
+        self, shard_id: str, coordinates: tuple[int, ...]
+    ) -> RestoreOffer | ReshapeOffer | None:
         """Register this process as the writer of ``shard_id``; the snapshot to load, if any."""
         self.shard_id = shard_id
         message = m.Hello(
@@ -84,6 +107,8 @@ class TrainerClient:
         )
         welcome = self._ask(message, m.Welcome, HELLO_TIMEOUT_SECONDS)
         assert isinstance(welcome, m.Welcome)
+        if welcome.reshaped is not None:
+            return ReshapeOffer(welcome.reshaped, welcome.iteration)
         if welcome.restore is None or welcome.arena is None:
             return None
         return RestoreOffer(Path(welcome.arena), welcome.slot, welcome.restore, welcome.source)
@@ -94,8 +119,8 @@ class TrainerClient:
         interval: int,
         timeout: float = 600.0,
         rank_rule: RankRule | None = None,
-    ) -> Path:
-        """Ask for an arena of ``required_bytes`` data bytes and wait for it; returns its path.
+    ) -> m.Prepared:
+        """Ask for an arena of ``required_bytes`` data bytes and wait until it is there.
 
         All ranks must ask before any is answered, because stripes are padded to their
         longest member.  Raises the error for which the job refused, ControlPlaneError
@@ -104,7 +129,11 @@ class TrainerClient:
         request = m.Prepare(self.shard_id, required_bytes, interval, rank_rule)
         answer = self._ask(request, m.Prepared, timeout)
         assert isinstance(answer, m.Prepared)
-        return Path(answer.arena)
+        return answer
+
+    def node_folder(self) -> Path:
+        """The node's private folder, where its arenas are."""
+        return self._environment.node_dir
 
     def restored(self, snapshot: SnapshotId) -> None:
         """Report that the shard was loaded and verified; returns once the SMP confirms it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -106,6 +106,7 @@ class ArenaReport(msgspec.Struct, frozen=True):
 class Inventory(Message, frozen=True):
     """Answer to Admit: all that the node holds, after its older writers have gone.
 
+    ``sources`` are arenas of another layout (MakeSources).
     ``kept`` are the ranks whose process was released as a writer and waits for Reenter.
     ``damaged`` are arena files of this job that cannot be read; they count as lost and may
     be replaced.  ``foreign`` are those of another job or format, which may not.
@@ -117,6 +118,7 @@ class Inventory(Message, frozen=True):
     damaged: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
     kept: tuple[int, ...] = ()
+    sources: tuple[ArenaReport, ...] = ()
 
 
 class ReenterRanks(Message, frozen=True):
@@ -126,17 +128,46 @@ class ReenterRanks(Message, frozen=True):
     environments: dict[int, dict[str, str]]
 
 
+Sources = Literal["drop", "hold", "return"]
+"""What becomes of arenas that are sources: they are removed, stay, or are the job's own again."""
+
+
 class Adopt(Message, frozen=True):
     """The decision of a recovery: resume from ``restore``, forget all that is off the lineage.
 
     ``keep`` are the shards that live on the receiving node from now on; arenas of others
-    (of a node that was replaced and has come back, say) are removed.
+    (of a node that was replaced and has come back, say) are removed.  ``sources`` says what becomes
+    of arenas of another layout.
     """
 
     incarnation: Count
     lineage: tuple[Ancestor, ...]
     restore: SnapshotId | None
     keep: tuple[str, ...] = ()
+    sources: Sources = "drop"
+
+
+class MakeSources(Message, frozen=True):
+    """Make all arenas of the node sources of a reshape: arenas of the new layout come beside them.
+
+    Nothing is written to sources.  They go when a snapshot of the new layout is protected.
+    """
+
+    incarnation: Count
+
+
+class Reshape(Message, frozen=True):
+    """Fill the shards of this node, of a new layout, with those of ``source``, an older snapshot.
+
+    ``ranks`` maps the shards of ``source`` to ranks of the encoder world.
+    """
+
+    incarnation: Count
+    snapshot: SnapshotId
+    iteration: Count
+    world: str
+    source: SnapshotId
+    ranks: dict[str, Count]
 
 
 class CreateArena(Message, frozen=True):
@@ -186,11 +217,16 @@ class Load(Message, frozen=True):
 
 
 class RestoreReady(Message, frozen=True):
-    """Trainers of the incarnation may start: ``sources`` says where each shard came from."""
+    """Trainers of the incarnation may start: ``origins`` says where each shard came from.
+
+    ``reshaped`` says that the snapshot, of ``iteration``, is of another layout.
+    """
 
     incarnation: Count
     snapshot: SnapshotId | None
-    sources: dict[str, str]
+    origins: dict[str, str]
+    reshaped: bool = False
+    iteration: Iteration = -1
 
 
 class ImportsRequest(Message, frozen=True):
@@ -395,6 +431,7 @@ EventBody = (
     | node.EncoderWaits
     | node.Encoded
     | node.Rebuilt
+    | node.Reshaped
     | node.OrderDone
     | node.OrderFailed
     | WriterGone

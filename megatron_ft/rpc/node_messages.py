@@ -12,7 +12,15 @@ import msgspec
 from megatron_ft.arena.format import MAX_MEMBERS
 from megatron_ft.core.environment import StartKind
 from megatron_ft.core.errors import MegatronFTError
-from megatron_ft.core.identity import Count, Hash, RankRule, SealedRecord, ShardId, SnapshotId
+from megatron_ft.core.identity import (
+    Count,
+    Hash,
+    Iteration,
+    RankRule,
+    SealedRecord,
+    ShardId,
+    SnapshotId,
+)
 
 Pid = Annotated[int, msgspec.Meta(ge=1, le=1 << 22)]
 """A process number; the kernel gives none above (proc(5), pid_max)."""
@@ -72,12 +80,17 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Answer to Hello; with ``restore`` when the shard has a snapshot to load."""
+    """Answer to Hello; with ``restore`` when the shard has a snapshot to load.
+
+    ``reshaped`` is a snapshot of another layout, of ``iteration``: Prepared brings its shard.
+    """
 
     arena: str | None = None
     slot: int = 0
     restore: SealedRecord | None = None
     source: str = ""
+    reshaped: SnapshotId | None = None
+    iteration: Iteration = -1
 
 
 class Restartable(Message, frozen=True):
@@ -127,9 +140,14 @@ class Prepare(Message, frozen=True):
 
 
 class Prepared(Message, frozen=True):
-    """The arena is allocated in full and may be mapped."""
+    """The arena is allocated in full and may be mapped.
+
+    ``restore`` is the shard that was reshaped for this trainer, in ``slot``.
+    """
 
     arena: str
+    slot: int = 0
+    restore: SealedRecord | None = None
 
 
 class Begins(Message, frozen=True):
@@ -285,6 +303,46 @@ class RebuildOrder(EncoderOrder, frozen=True):
     """Recompute data and parity of the ``lost`` members of these stripes."""
 
 
+class PlacedShard(msgspec.Struct, frozen=True, array_like=True):
+    """Where a shard's bytes are on the receiving node: arena, slot, and file of its layout."""
+
+    arena: str
+    slot: int
+    layout: str = ""
+
+
+def layout_path(arena: str) -> str:
+    """Path of the file in which a trainer gives the layout that its shard is reshaped to."""
+    return f"{arena.removesuffix('.arena')}.layout"
+
+
+class ReshapeOrder(Message, frozen=True):
+    """Fill shards of a new layout from those of ``source``, an older snapshot of another.
+
+    The same on every encoder of the world but for the last two fields.  ``ranks`` maps the old
+    shards to the encoder that holds each; ``held`` are those of the receiving node, ``new`` the
+    shards to fill there.
+    """
+
+    snapshot: SnapshotId
+    world: str
+    iteration: Count
+    source: SnapshotId
+    ranks: dict[str, Count]
+    held: dict[str, PlacedShard]
+    new: dict[str, PlacedShard]
+
+
+class Reshaped(Message, frozen=True):
+    """Encoder to SMP: this shard of a new layout is filled and sealed."""
+
+    world: str
+    record: SealedRecord
+    bytes_needed: Count
+    bytes_received: Count
+    seconds: float
+
+
 class Encoded(Message, frozen=True):
     """Encoder to SMP: this member's parity is complete and digested, its table known."""
 
@@ -341,12 +399,16 @@ class EncoderRefused(Message, frozen=True):
 
 
 class OrderFailed(Message, frozen=True):
-    """Encoder to SMP: the order cannot be finished; ``corrupt`` names a shard with bad bytes."""
+    """Encoder to SMP: the order cannot be finished; ``corrupt`` names a shard with bad bytes.
+
+    ``error`` names a class of megatron_ft.core.errors, for what would fail again.
+    """
 
     snapshot: SnapshotId
     world: str
     reason: str
     corrupt: str = ""
+    error: str = ""
 
 
 class Pin(Message, frozen=True):

@@ -66,9 +66,16 @@ class ControlServer:
             if request.stay:
                 return await self._grant_stay(request)
         if isinstance(request, m.Adopt):
-            await service.keep_only(request.keep)
+            await service.keep_only(request)
             service.store.set_lineage(request.incarnation, request.lineage)
-        return service.machine.handle(request)
+        answer = service.machine.handle(request)
+        if isinstance(request, m.Commit) and request.level == "protected" and service.store.sources:
+            await service.carry_out()
+            await service.drop_sources()
+        return answer
+
+    async def _make_sources(self, request: m.MakeSources) -> None:
+        self._service.store.make_sources(self._service.machine)
 
     async def _grant_stay(self, request: m.Grant) -> m.Message:
         """Permit a snapshot whose boundary trainers must not leave; refused if one has passed it.
@@ -101,8 +108,17 @@ class ControlServer:
             if request.error:
                 answer = m.Refused(request.error, request.reason)
             else:
-                answer = m.Prepared(service.machine.paths[shard_id])
+                answer = self._prepared(shard_id)
             await service.send_local((identity,), answer)
+
+    def _prepared(self, shard_id: str) -> m.Prepared:
+        """The arena of a shard, with what the shard was reshaped to."""
+        service, path = self._service, self._service.machine.paths[shard_id]
+        if service.restore is None or not service.restore.reshaped:
+            return m.Prepared(path)
+        slots = service.machine.shards[shard_id].slots
+        slot, header = next((i, s) for i, s in enumerate(slots) if s.record is not None)
+        return m.Prepared(path, slot, header.record)
 
     async def _restore_ready(self, request: m.RestoreReady) -> None:
         self._service.restore = request
@@ -197,11 +213,13 @@ class ControlServer:
             damaged=tuple(service.store.damaged.values()),
             foreign=tuple(service.store.foreign),
             kept=tuple(kept),
+            sources=service.store.source_reports(),
         )
 
 
 _REQUESTS: dict[type[m.Message], Callable[[ControlServer, Any], Any]] = {
     m.CreateArena: ControlServer._create_arena,
+    m.MakeSources: ControlServer._make_sources,
     m.ArenasReady: ControlServer._arenas_ready,
     m.RestoreReady: ControlServer._restore_ready,
     m.ReenterRanks: ControlServer._reenter,

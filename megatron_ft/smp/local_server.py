@@ -63,7 +63,7 @@ class LocalServer:
     async def _handle(self, peer: Peer, message: Any) -> m.Message | None:
         service, (identity,) = self._service, peer
         if type(message) in REPORTS:
-            if isinstance(message, m.Sealed | m.Rebuilt):
+            if isinstance(message, m.Sealed | m.Rebuilt | m.Reshaped):
                 service.store.check_record(message.record)
             answer = service.machine.handle(message)
             if isinstance(answer, m.Refused):
@@ -143,6 +143,8 @@ class LocalServer:
         machine = self._service.machine
         if ready.snapshot is None:
             return m.Welcome()
+        if ready.reshaped:
+            return m.Welcome(reshaped=ready.snapshot, iteration=ready.iteration)
         slots = machine.shards.get(shard_id)
         slot = None if slots is None else slots.find(ready.snapshot)
         if slots is None or slot is None:
@@ -156,7 +158,7 @@ class LocalServer:
             arena=machine.paths[shard_id],
             slot=slot,
             restore=slots.slots[slot].record,
-            source=ready.sources.get(shard_id, "memory"),
+            source=ready.origins.get(shard_id, "memory"),
         )
 
     async def _prepare(self, identity: bytes, message: m.Prepare) -> None:

@@ -10,12 +10,13 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
 
 from megatron_ft.arena import files
+from megatron_ft.arena.arena import Arena
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
@@ -131,13 +132,22 @@ class SmpService:
         state.save(self.environment.node_dir)
         self.state = state
 
-    async def keep_only(self, shards: Collection[str]) -> None:
-        """Free the arenas of all other shards; the memory is there when this returns.
+    async def keep_only(self, decision: m.Adopt) -> None:
+        """Free the arenas that a recovery does not keep; the memory is there when this returns.
 
         Beside the event loop: small pages take some 0.2 s a GiB, and heartbeats continue.
         """
-        damaged = self.store.forget_damaged()
-        await asyncio.to_thread(free, self.store.keep_only(shards, self.machine), damaged)
+        damaged, gone = self.store.forget_damaged(), list[Arena]()
+        if decision.sources == "return":
+            gone += self.store.return_sources(decision.restore, self.machine)
+        elif decision.sources == "drop":
+            gone += self.store.drop_sources(self.machine)
+        gone += self.store.keep_only(decision.keep, self.machine)
+        await asyncio.to_thread(free, gone, damaged)
+
+    async def drop_sources(self) -> None:
+        """Free the arenas of an older layout; a snapshot of the present one is as safe."""
+        await asyncio.to_thread(free, self.store.drop_sources(self.machine), ())
 
     async def retire(self, *, remove_arenas: bool) -> None:
         """End this SMP: ``retired`` is set once the answer to the request has left."""
@@ -145,7 +155,7 @@ class SmpService:
         self.retiring = True
         if remove_arenas:
             damaged = self.store.forget_damaged()
-            await asyncio.to_thread(free, self.store.give_up(), damaged)
+            await asyncio.to_thread(free, self.store.give_up(self.machine), damaged)
         asyncio.get_running_loop().call_later(0.05, self.retired.set)
 
     def later(self, work: Awaitable[Any]) -> None:

@@ -63,12 +63,23 @@ class ToCoordinator:
 Effect = StoreSlot | StorePermit | ToTrainer | ToEncoder | ToCoordinator
 
 
+@dataclass(frozen=True)
+class Source:
+    """An arena of an older layout, of which shards of the present one are made; it never changes.
+
+    ``path`` is that of its file, ``slots`` are its headers.
+    """
+
+    path: str
+    slots: tuple[SlotHeader, ...]
+
+
 class NodeMachine:
     """Shards, writers and waiting effects of one SMP, and its reaction to each request.
 
     ``trainers`` are shards whose registered trainer is alive, ``world`` the world of
-    the node's live encoder ("" if none).  ``paths`` gives each shard's arena path, ``newest`` is
-    the newest snapshot that was permitted or decided here.
+    the node's live encoder ("" if none).  ``paths`` gives each shard's arena path, ``sources`` are
+    arenas of an older layout, ``newest`` is the newest snapshot that was permitted or decided here.
     """
 
     def __init__(self, node: str, highest_incarnation: int = 0) -> None:
@@ -76,6 +87,7 @@ class NodeMachine:
         self.highest_incarnation = highest_incarnation
         self.shards: dict[str, ShardSlots] = {}
         self.paths: dict[str, str] = {}
+        self.sources: dict[str, Source] = {}
         self.trainers: set[str] = set()
         self.world = ""
         self.newest: SnapshotId | None = None
@@ -311,6 +323,40 @@ class NodeMachine:
         self._check_world(message.world)
         self._slots_of(message.record.shard_id).loaded(message.record)
 
+    def _reshape(self, message: m.Reshape) -> None:
+        """Give each shard, all of a new layout, a slot; the encoder fills it from the sources."""
+        self._check_world(message.world)
+        new = {
+            shard_id: m.PlacedShard(
+                self.paths[shard_id],
+                slots.begin_rebuild(message.snapshot, message.iteration),
+                m.layout_path(self.paths[shard_id]),
+            )
+            for shard_id, slots in self.shards.items()
+        }
+        held = {
+            shard_id: m.PlacedShard(source.path, index)
+            for shard_id, source in self.sources.items()
+            for index, slot in enumerate(source.slots)
+            if slot.snapshot == message.source and slot.record is not None
+        }
+        order = m.ReshapeOrder(
+            snapshot=message.snapshot,
+            world=message.world,
+            iteration=message.iteration,
+            source=message.source,
+            ranks=message.ranks,
+            held=held,
+            new=new,
+        )
+        self._emit(ToEncoder(order))
+
+    def _reshaped(self, message: m.Reshaped) -> None:
+        """A shard of a new layout is here, sealed."""
+        self._check_world(message.world)
+        self._slots_of(message.record.shard_id).loaded(message.record)
+        self._report(message)
+
     def admit(self, incarnation: int) -> m.Refused | None:
         """Accept a new incarnation, once every older writer of the node is dead.
 
@@ -441,6 +487,7 @@ ORDERS: dict[type[m.Message], Reaction] = {
     m.Abort: NodeMachine._abort,
     m.Rebuild: NodeMachine._rebuild,
     m.Load: NodeMachine._load,
+    m.Reshape: NodeMachine._reshape,
     m.Adopt: NodeMachine._adopt,
     m.Hold: NodeMachine._pin,
     m.Unhold: NodeMachine._unpin,
@@ -454,6 +501,7 @@ REPORTS: dict[type[m.Message], Reaction] = {
     m.Abandoned: NodeMachine._gave_up,
     m.Encoded: NodeMachine._encoded,
     m.Rebuilt: NodeMachine._rebuilt,
+    m.Reshaped: NodeMachine._reshaped,
     m.OrderDone: NodeMachine._order_ended,
     m.OrderFailed: NodeMachine._order_ended,
 }

@@ -25,14 +25,17 @@ from megatron_ft.core.errors import (
     LayoutMismatchError,
 )
 from megatron_ft.core.fault_points import reach
-from megatron_ft.core.identity import Ancestor, SealedRecord
+from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.slots import ShardSlots
-from megatron_ft.smp.state_machine import NodeMachine, StorePermit, StoreSlot
+from megatron_ft.smp.state_machine import NodeMachine, Source, StorePermit, StoreSlot
 
 log = logging.getLogger(__name__)
 
 SUFFIX = ".arena"
+SOURCE_SUFFIX = ".source"
+"""Ending of an arena's name while it is a source of a reshape."""
+
 _POINTS = {
     SlotState.CAPTURING: ("", "smp.capturing.stored"),
     SlotState.SEALED: ("smp.sealed", "smp.sealed.stored"),
@@ -47,40 +50,45 @@ _POINTS = {
 class ArenaStore:
     """All arenas in a node's folder.  The SMP that owns it is the only writer of headers.
 
-    ``damaged`` says by shard why an arena that was here counts as lost, ``foreign`` what is not
-    this job's and is never touched.
+    ``damaged`` says by file name why an arena that was here counts as lost, ``foreign`` what is not
+    this job's and is never touched.  ``sources`` are arenas of an older layout, which are only
+    read.
     """
 
     def __init__(self, directory: Path, job: uuid.UUID) -> None:
         self.directory = directory
         self.job = job
         self.arenas: dict[str, Arena] = {}
+        self.sources: dict[str, Arena] = {}
         self._headers: dict[str, ArenaHeader] = {}
         self.damaged: dict[str, str] = {}
         self.foreign: list[str] = []
 
     def adopt(self, machine: NodeMachine) -> None:
         """Open every arena that an earlier SMP left; what is not ours is named, not touched."""
-        for path in self._paths():
+        for path in self._paths(SUFFIX, SOURCE_SUFFIX):
             try:
                 arena = Arena.open(path, job=self.job)
-                self.enter(arena, machine)
+                if path.suffix == SOURCE_SUFFIX:
+                    self._enter_source(arena, machine)
+                else:
+                    self.enter(arena, machine)
                 reach("adopt.arena")
             except (ArenaForeignError, ArenaVersionError) as error:
                 self.foreign.append(str(error))
                 continue
             except ArenaError as error:
-                self.damaged[path.name.removesuffix(SUFFIX)] = str(error)
+                self.damaged[path.name] = str(error)
                 continue
             machine.highest_incarnation = max(machine.highest_incarnation, arena.header.incarnation)
 
     def put_right(self) -> None:
         """Before ``adopt``: set aside what is no file of ours, and close the others to all."""
-        for path in self._paths():
+        for path in self._paths(SUFFIX, SOURCE_SUFFIX):
             reason = files.reason_in_the_way(path)
             if reason:
                 aside = files.set_aside(path)
-                self._lost(path.name.removesuffix(SUFFIX), f"{path} {reason} (now {aside.name})")
+                self._lost(path.name, f"{path} {reason} (now {aside.name})")
                 continue
             # The folder lets nobody else in, so a wrong mode has cost nothing.
             path.chmod(files.MODE)
@@ -90,9 +98,9 @@ class ArenaStore:
 
         They get other names.  A process that still writes does so where no reader looks.
         """
-        for path in self._paths():
+        for path in self._paths(SUFFIX, SOURCE_SUFFIX):
             aside = files.set_aside(path)
-            self._lost(path.name.removesuffix(SUFFIX), f"{reason} (now {aside})")
+            self._lost(path.name, f"{reason} (now {aside})")
 
     def examine(self, machine: NodeMachine) -> None:
         """Mend what is wrong with the arenas; give up those that others could not open.
@@ -104,7 +112,7 @@ class ArenaStore:
             try:
                 self._examine(arena, self._headers[shard_id], machine.shards[shard_id].slots)
             except (ArenaError, OSError) as error:
-                self._lost(shard_id, str(error))
+                self._lost(arena.path.name, str(error))
                 self._forget(shard_id, machine).close_beside()
 
     def require_in_place(self) -> None:
@@ -124,12 +132,12 @@ class ArenaStore:
             log.warning("%s was damaged and is mended: %s", arena.path, ", ".join(mended))
         Arena.open(arena.path, job=self.job).close()
 
-    def _lost(self, shard_id: str, reason: str) -> None:
-        self.damaged[shard_id] = f"{reason}; the shard counts as lost"
-        log.error("%s", self.damaged[shard_id])
+    def _lost(self, name: str, reason: str) -> None:
+        self.damaged[name] = f"{reason}; the shard counts as lost"
+        log.error("%s", self.damaged[name])
 
-    def _paths(self) -> list[Path]:
-        return sorted(self.directory.glob(f"*{SUFFIX}"))
+    def _paths(self, *suffixes: str) -> list[Path]:
+        return sorted(path for s in suffixes for path in self.directory.glob(f"*{s}"))
 
     def allocate(self, request: m.CreateArena) -> Arena | None:
         """Make the arena of one shard; slow, safe to call from another thread.
@@ -153,12 +161,11 @@ class ArenaStore:
     def enter(self, arena: Arena, machine: NodeMachine) -> None:
         """Take an arena into the node's books."""
         header = arena.header
-        slots = [arena.slot(i) for i in range(header.geometry.slot_count)]
-        machine.shards[header.shard_id] = ShardSlots(header.shard_id, slots)
+        machine.shards[header.shard_id] = ShardSlots(header.shard_id, _slots(arena))
         machine.paths[header.shard_id] = str(arena.path)
         self.arenas[header.shard_id] = arena
         self._headers[header.shard_id] = header
-        self.damaged.pop(header.shard_id, None)
+        self.damaged.pop(arena.path.name, None)
 
     def check_record(self, record: SealedRecord) -> None:
         """ControlPlaneError unless a sealed record describes bytes that its arena can hold."""
@@ -175,9 +182,52 @@ class ArenaStore:
         """Forget the arenas of shards that do not live here any more; they are to be freed."""
         return [self._forget(shard_id, machine) for shard_id in self.arenas.keys() - set(shards)]
 
-    def give_up(self) -> list[Arena]:
+    def make_sources(self, machine: NodeMachine) -> None:
+        """Make every arena a source, under a name that leaves room for one of another layout."""
+        for shard_id in list(self.arenas):
+            arena = self._forget(shard_id, machine)
+            _rename(arena, SOURCE_SUFFIX)
+            self._enter_source(arena, machine)
+            reach("reshape.source")
+
+    def return_sources(self, restore: SnapshotId | None, machine: NodeMachine) -> list[Arena]:
+        """Make all sources arenas again; those of the other layout, which are to be freed.
+
+        These are the ones that hold nothing of ``restore``, a snapshot of the sources.
+        """
+        others = [
+            shard_id
+            for shard_id, shard in machine.shards.items()
+            if shard_id in self.sources or all(slot.snapshot != restore for slot in shard.slots)
+        ]
+        gone = [self._forget(shard_id, machine) for shard_id in others]
+        for arena in gone:
+            # Its name may be that of a source in a moment.
+            arena.path = files.set_aside(arena.path)
+        for arena in self.drop_sources(machine):
+            _rename(arena, SUFFIX)
+            self.enter(arena, machine)
+        return gone
+
+    def drop_sources(self, machine: NodeMachine) -> list[Arena]:
+        """Forget all sources; they are to be freed."""
+        gone, self.sources = list(self.sources.values()), {}
+        machine.sources.clear()
+        return gone
+
+    def _enter_source(self, arena: Arena, machine: NodeMachine) -> None:
+        shard_id = arena.header.shard_id
+        self.sources[shard_id] = arena
+        machine.sources[shard_id] = Source(str(arena.path), tuple(_slots(arena)))
+
+    def source_reports(self) -> tuple[m.ArenaReport, ...]:
+        """The sources whose files are still in place, for an inventory."""
+        whole = [arena for arena in self.sources.values() if arena.in_place()]
+        return tuple(_report(arena.header, _slots(arena)) for arena in whole)
+
+    def give_up(self, machine: NodeMachine) -> list[Arena]:
         """Forget every arena: the job has ended; they are to be freed."""
-        gone, self.arenas = list(self.arenas.values()), {}
+        gone, self.arenas = [*self.arenas.values(), *self.drop_sources(machine)], {}
         self._headers.clear()
         return gone
 
@@ -186,7 +236,7 @@ class ArenaStore:
 
         The decision what to restore was made without them.
         """
-        paths = [self.directory / f"{shard_id}{SUFFIX}" for shard_id in self.damaged]
+        paths = [self.directory / name for name in self.damaged]
         paths += self.directory.glob(f"*{SUFFIX}{files.ASIDE}*")
         self.damaged.clear()
         return paths
@@ -254,6 +304,15 @@ def free(arenas: Iterable[Arena], paths: Iterable[Path]) -> None:
     for arena in arenas:
         arena.close()
         arena.path.unlink(missing_ok=True)
+
+
+def _rename(arena: Arena, suffix: str) -> None:
+    """Give an arena's file the name with this ending, in place of what has it."""
+    arena.path = arena.path.replace(arena.path.with_suffix(suffix))
+
+
+def _slots(arena: Arena) -> list[SlotHeader]:
+    return [arena.slot(index) for index in range(arena.geometry.slot_count)]
 
 
 def _check_same(present: ArenaHeader, wanted: ArenaHeader) -> None:

@@ -21,7 +21,7 @@ from megatron_ft.core.procfs import PROC, read_stat
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.event_sender import Send
 from megatron_ft.smp.processes import SURVIVOR, WriterProcess, Writers
-from megatron_ft.smp.store import SUFFIX
+from megatron_ft.smp.store import SOURCE_SUFFIX, SUFFIX
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def holds_arena(pid: int, folder: Path) -> bool:
                 held.append(os.readlink(PROC / str(pid) / "fd" / descriptor))
     except OSError:
         return True
-    return any(place in line and SUFFIX in line for line in held)
+    return any(place in line and (SUFFIX in line or SOURCE_SUFFIX in line) for line in held)
 
 
 class Survivors:

@@ -19,10 +19,11 @@ from megatron_ft.checkpoint.native import iteration_of, newest_checkpoint
 from megatron_ft.core.errors import ConfigError, DrainError, MegatronFTError
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.core.process_tools import in_thread
+from megatron_ft.core.scheme import NO_PARITY, Scheme
 from megatron_ft.erasure.stripes import RankPlace, domain_of
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.supervisor.drains import StepFailedError, run_step
-from megatron_ft.supervisor.job_state import JobRecord
+from megatron_ft.supervisor.job_state import JobRecord, homes_of
 from megatron_ft.supervisor.orders import shards_by_node
 from megatron_ft.supervisor.quarantine_policy import memory_goes_first, reason_against_own
 from megatron_ft.supervisor.registration import new_stripes
@@ -137,12 +138,16 @@ class DiskRestores:
         drained: Drained,
         memory: Decision,
         active: Sequence[str],
+        scheme: Scheme,
         corrupt: Collection[tuple[str, SnapshotId]],
     ) -> tuple[Decision, DiskSource]:
         """The decision on a chosen checkpoint, and the shards that must be loaded.
 
+        ``scheme`` is that of arenas that are made anew.
+
         Arenas that can serve something stay, and shards in them that are the checkpoint's
-        are not loaded; otherwise all is made anew.
+        are not loaded; otherwise all is made anew.  Shards of another number of ranks, which
+        are to be reshaped, get no parity.
         """
         manifest = drained.manifest
         fresh = memory.snapshot is None
@@ -150,29 +155,34 @@ class DiskRestores:
             manifest.snapshot,
             manifest.iteration,
             False,
-            self._stripes(drained, active) if fresh else memory.stripes,
+            self._stripes(drained, active, scheme) if fresh else memory.stripes,
             {} if fresh else memory.holdings,
         )
         held = {s for s in manifest.shards if _holds(decision, s, drained)}
         shards = manifest.shards.keys() - held | {s for s, at in corrupt if at == manifest.snapshot}
         return decision, DiskSource(drained.folder, tuple(sorted(shards)), fresh)
 
-    def _stripes(self, drained: Drained, active: Sequence[str]) -> tuple[StripeState, ...]:
+    def _stripes(
+        self, drained: Drained, active: Sequence[str], scheme: Scheme
+    ) -> tuple[StripeState, ...]:
         """Stripes for arenas that do not exist yet, over the nodes that train now."""
-        per_node, slot_bytes = self._spec.ranks_per_node, drained.slot_bytes
+        slot_bytes, seats = drained.slot_bytes, drained.seats
+        homes = homes_of(seats, active)
+        if len(seats) != len(active) * self._spec.ranks_per_node:
+            scheme = NO_PARITY
         places = [
             RankPlace(
                 rank=seat.rank,
                 shard_id=shard_id,
-                node=active[seat.rank // per_node],
-                domain=domain_of(active[seat.rank // per_node], self._spec.domains),
-                local_index=seat.rank % per_node,
+                node=homes[shard_id],
+                domain=domain_of(homes[shard_id], self._spec.domains),
+                local_index=seat.rank % max(1, len(seats) // len(active)),
                 coordinates=seat.coordinates,
                 required_bytes=slot_bytes[shard_id],
             )
-            for shard_id, seat in drained.seats.items()
+            for shard_id, seat in seats.items()
         ]
-        return new_stripes(places, self._spec.scheme, self._spec.block_bytes)
+        return new_stripes(places, scheme, self._spec.block_bytes)
 
     async def load(
         self,

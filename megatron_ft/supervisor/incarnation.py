@@ -28,6 +28,7 @@ from megatron_ft.supervisor.processes import TrainerExit, TrainerFleet
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
 from megatron_ft.supervisor.recovery import RestorePlan, make_arenas
 from megatron_ft.supervisor.registration import Registration
+from megatron_ft.supervisor.reshape import make_sources, reshape
 from megatron_ft.supervisor.schedule import Pacing
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.watch import JobWatch
@@ -70,8 +71,8 @@ class Incarnation:
         listeners = [self.registration.on_event, self._on_restartable, self._on_declined]
         self.coordinator.listeners += listeners
         try:
-            if self.spec.scheme.parity_members and not self.world.wanted:
-                self.world.start(plan.active)
+            if (self._encodes() or plan.reshaped) and not self.world.wanted:
+                self.world.start(plan.nodes)
             self.watch.begin_incarnation(self.members.ranks, plan.decided)
             source = self.quarantine.source(plan.decision)
             await self._start_trainers({RESTORE: source})
@@ -95,14 +96,19 @@ class Incarnation:
         spec, plan, registration = self.spec, self.plan, self.registration
         await registration.wait(spec.settings.register_timeout_seconds)
         self.watch.clock.registered(registration.starts())
-        stored = plan.decision.stripes if plan.decision.snapshot is not None else ()
+        restored = plan.decision.snapshot is not None and not plan.reshaped
+        stored = plan.decision.stripes if restored else ()
         places = registration.places()
         nodes = sorted(set(places.values()))
         try:
             rule = registration.rank_rule(needed=spec.settings.on_no_spare == SHRINK)
-            stripes = registration.stripes(stored, spec.scheme, spec.block_bytes)
+            stripes = registration.stripes(stored, self.members.scheme, spec.block_bytes)
             requests = create_requests(stripes, plan.incarnation, plan.lineage, spec.settings.slots)
+            if plan.reshaped:
+                await make_sources(self.coordinator, plan)
             await make_arenas(self.coordinator, requests, places)
+            if plan.reshaped and not self.declined:
+                await reshape(self.coordinator, plan, places)
         except MegatronFTError as error:
             # Noted first: trainers may have ended before all nodes have answered.
             self.refusal = error
@@ -111,6 +117,8 @@ class Incarnation:
             raise
         await self.coordinator.ask_all(dict.fromkeys(nodes, m.ArenasReady(plan.incarnation)))
         self.state.update(shards=registration.placements(), rank_rule=rule)
+        if plan.nodes != plan.active:
+            self._narrow_world()
         first = max(0, plan.decision.iteration)
         schedule = self.pacing.begin(registration.interval, first)
         self._emit("training", "training")
@@ -118,6 +126,17 @@ class Incarnation:
         self.coordinator.start_snapshots(SnapshotCycle(plan.incarnation, places, orders, schedule))
         self.drains.begin(places, registration.placements(), plan.lineage, first)
         await self._share_imports(nodes[0])
+
+    def _encodes(self) -> bool:
+        """True if snapshots of this incarnation get parity."""
+        return bool(self.members.scheme.parity_members)
+
+    def _narrow_world(self) -> None:
+        """Replace an encoder world that a reshape needed on more nodes than train."""
+        if self._encodes():
+            self.world.start(self.plan.active)
+        else:
+            self.world.stop()
 
     async def _share_imports(self, node: str) -> None:
         """Have the hosts of spares import what the first trainer of a node has imported.
@@ -182,8 +201,12 @@ class Incarnation:
         if first.status > 0 and not registration.complete.is_set():
             # Nodes answer after their earlier events, perhaps why this rank could not begin.
             await self.coordinator.refresh()
+        if registration.other_layout(self.plan.decision.stripes) and not self.plan.reshaped:
+            self.members.reshape()
+            text = "the command has another parallel layout than the snapshots in memory"
+            self._emit("reshaping", f"{text}: they are reshaped")
+            return Failure(text, asked=True)
         registration.check_fit()
-        registration.check_shards(self.plan.decision.stripes)
         return self._trainer_failure(first)
 
     def _trainer_failure(self, first: TrainerExit) -> Failure:

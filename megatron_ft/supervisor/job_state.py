@@ -6,6 +6,7 @@ import fcntl
 import os
 import secrets
 import uuid
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,9 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shard, ``incarnation`` the job's last incarnation, ``lineage`` what that one descends from,
     ``committed`` whether it ever committed a snapshot, ``quarantine`` which ones must not be
     used, ``rank_rule`` with how many ranks the command could continue, ``disk`` where checkpoints
-    are, ``evacuated`` the nodes that must not train.  The secret never appears in text made from
-    this object.
+    are, ``evacuated`` the nodes that must not train.  ``sources`` gives the node of each shard of
+    an older layout that the present one was, or is to be, reshaped from.  The secret never
+    appears in text made from this object.
     """
 
     version: int
@@ -76,6 +78,7 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank_rule: RankRule | None = None
     disk: DiskPlaces = DiskPlaces()
     evacuated: tuple[str, ...] = ()
+    sources: dict[str, str] = {}
 
     def __repr__(self) -> str:
         """All but the secret."""
@@ -84,6 +87,11 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __rich_repr__(self) -> Any:
         """The same for rich, which would list the fields."""
         yield "name", self.name
+
+
+def homes_of(seats: Mapping[str, ShardPlacement], nodes: Sequence[str]) -> dict[str, str]:
+    """The node of each shard: ranks in order, as many on each of the nodes as on any other."""
+    return {shard: nodes[seat.rank * len(nodes) // len(seats)] for shard, seat in seats.items()}
 
 
 class JobHeldError(ControlPlaneError):

@@ -20,20 +20,20 @@ from megatron_ft.core.errors import (
     ArenaForeignError,
     ConfigError,
     ControlPlaneError,
-    LayoutMismatchError,
     MegatronFTError,
     NoRoomError,
     StaleIncarnationError,
 )
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SHRINK
-from megatron_ft.erasure.stripes import check_domains, crowded
+from megatron_ft.core.scheme import Scheme
+from megatron_ft.erasure.stripes import check_domains, crowded, members_of, possible_scheme
 from megatron_ft.launchers.launcher import Launcher, NodeUnreachable
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.connections import ARENA_TIMEOUT_SECONDS
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.failures import NODE_LOST, Failure
-from megatron_ft.supervisor.job_state import JobRecord, JobState
+from megatron_ft.supervisor.job_state import JobRecord, JobState, homes_of
 from megatron_ft.supervisor.placement import (
     choose_active,
     choose_spares,
@@ -41,7 +41,6 @@ from megatron_ft.supervisor.placement import (
     stripes_by_position,
 )
 from megatron_ft.supervisor.processes import Result, SmpFleet, unless
-from megatron_ft.supervisor.registration import OTHER_SHAPE
 from megatron_ft.supervisor.spec import JobSpec
 
 log = logging.getLogger(__name__)
@@ -136,7 +135,6 @@ class Membership:
     def __init__(
         self, spec: JobSpec, launcher: Launcher, state: JobState, coordinator: Coordinator
     ) -> None:
-        _check_nodes(spec, state.record)
         self.smps = SmpFleet(launcher, state, spec)
         self.active: list[str] = list(state.record.active) or _first_active(spec, launcher)
         self._spec, self._launcher, self._state = spec, launcher, state
@@ -146,6 +144,8 @@ class Membership:
         self._began, self._heard = time.monotonic(), dict[str, float]()
         self._led = False
         self._aside: set[str] = set()
+        if _other_size(spec, state.record, launcher.nodes()):
+            self.train_on(_first_active(spec, launcher, self.active))
         self.leaving: set[str] = set(state.record.evacuated)
         """Nodes that shall not train: their ranks move to spares with the next incarnation."""
         self._on_the_move: set[str] = set()
@@ -155,9 +155,16 @@ class Membership:
 
         ``active`` are other nodes by position than those that train.
         """
-        nodes, per_node = active or self.active, self._spec.ranks_per_node
+        return homes_of(self._state.record.shards, active or self.active)
+
+    def source_places(self, admitted: Inventories) -> dict[str, str]:
+        """Where shards of an older layout shall be: those of lost nodes go to others in turn."""
+        there = self.usable(admitted)
+        places = self._state.record.sources
+        lost = itertools.count()
         return {
-            shard: nodes[seat.rank // per_node] for shard, seat in self._state.record.shards.items()
+            shard: node if node in there else there[next(lost) % len(there)]
+            for shard, node in places.items()
         }
 
     async def admit_all(self, keep: LivingRanks) -> Inventories:
@@ -305,13 +312,28 @@ class Membership:
         """Number of trainer ranks; it falls when the job shrinks."""
         return len(self.active) * self._spec.ranks_per_node
 
-    def shrink_to(self, nodes: Sequence[str]) -> None:
-        """Only these nodes train from now on, and the others are spares.
+    def train_on(self, nodes: Sequence[str]) -> None:
+        """These nodes train from now on, and the others are spares.
 
-        No shard in memory is the job's any more: the next incarnation removes them.
+        The shards in memory become sources: the next incarnation reshapes them.
         """
+        self.reshape()
         self.active = list(nodes)
-        self._state.update(active=tuple(nodes), shards={})
+        self._state.update(active=tuple(nodes))
+
+    def reshape(self) -> None:
+        """Have the next incarnation reshape what is in memory to the layout of its ranks."""
+        if self._state.record.shards:
+            self._state.update(sources=self.places(), shards={})
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme of new stripes: the one asked for, or the nearest for fewer nodes."""
+        wanted, domains = self._spec.scheme, self._spec.domains
+        if len(self.active) >= self._spec.nodes or not wanted.parity_members:
+            return wanted
+        largest = max(map(len, members_of(self.active, domains).values()))
+        return possible_scheme(len(self.active), largest, wanted) or wanted
 
     def set_aside(self, refusal: NoRoomError) -> bool:
         """Have the next incarnation give the position of a node without room to another spare.
@@ -341,6 +363,21 @@ class Membership:
             msgspec.structs.replace(
                 inventory,
                 arenas=tuple(a for a in inventory.arenas if places.get(a.shard_id) == node),
+            )
+            for node, inventory in admitted.items()
+        ]
+
+    def owned_sources(self, admitted: Inventories) -> list[m.Inventory]:
+        """As ``owned``, of the shards of an older layout; they may not be sources yet."""
+        record = self._state.record
+        return [
+            msgspec.structs.replace(
+                inventory,
+                arenas=tuple(
+                    arena
+                    for arena in inventory.sources or (() if record.shards else inventory.arenas)
+                    if record.sources.get(arena.shard_id) == node
+                ),
             )
             for node, inventory in admitted.items()
         ]
@@ -452,28 +489,34 @@ class Membership:
         self._coordinator.observers.emit(kind, text, node=node)
 
 
-def _first_active(spec: JobSpec, launcher: Launcher) -> list[str]:
-    """The nodes that train first; ProtectionError if their stripes would break the rule."""
-    active = choose_active(launcher.nodes(), spec.nodes, spec.domains, spec.scheme)
+def _first_active(spec: JobSpec, launcher: Launcher, before: Sequence[str] = ()) -> list[str]:
+    """The nodes that train first; ProtectionError if their stripes would break the rule.
+
+    Those that trained ``before`` are preferred.
+    """
+    nodes = sorted(launcher.nodes(), key=lambda node: node not in before)
+    active = choose_active(nodes, spec.nodes, spec.domains, spec.scheme)
     check_domains(active, spec.domains, spec.scheme)
     return active
 
 
-def _check_nodes(spec: JobSpec, record: JobRecord) -> None:
-    """ConfigError or LayoutMismatchError if a job is kept with other nodes or ranks than asked for.
+def _other_size(spec: JobSpec, record: JobRecord, nodes: Sequence[str]) -> bool:
+    """True if a job is kept with other nodes or ranks than asked for, so that it is reshaped.
 
-    One that has shrunk is asked for with the number that it began with.
+    ``nodes`` are those that can be reached.  One that has shrunk is asked for with the number that
+    it began with.  ConfigError if more of its nodes are out of reach than parity makes up for.
     """
     kept = len(record.active)
     shrunk = spec.settings.on_no_spare == SHRINK and kept < spec.nodes
-    if kept and kept != spec.nodes and not shrunk:
+    ranks = (kept if shrunk else spec.nodes) * spec.ranks_per_node
+    if not kept or ((kept == spec.nodes or shrunk) and len(record.shards) in (0, ranks)):
+        return False
+    away = [node for node in record.active if node not in nodes]
+    if record.committed and record.shards and len(away) > spec.scheme.parity_members:
         raise ConfigError(
-            f"job {spec.name!r} is kept with {kept} nodes; you asked for {spec.nodes}. Use --nodes "
-            f"{kept}, or another --job, or free this one: `megatron-ft clean --job {spec.name}`"
+            f"job {spec.name!r} is kept with {kept} nodes; you asked for {spec.nodes} with "
+            f"{spec.spares} spares, which leaves the memory of {', '.join(away)} out of reach. Use "
+            f"--nodes {kept}, give --spares {kept - spec.nodes} for the others to be read, or free "
+            f"the memory: `megatron-ft clean --job {spec.name}`"
         )
-    ranks = (kept or spec.nodes) * spec.ranks_per_node
-    if record.committed and record.shards and len(record.shards) != ranks:
-        raise LayoutMismatchError(
-            f"job {spec.name!r} keeps snapshots of {len(record.shards)} ranks in memory; you asked "
-            f"for {ranks}. {OTHER_SHAPE}"
-        )
+    return True

@@ -21,6 +21,7 @@ from megatron_ft.checkpoint.native import LATEST, TRACKER, newest_checkpoint
 from megatron_ft.core.errors import ConfigError, MegatronFTError, UnrecoverableError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, SnapshotId, extend
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.disk_restore import DiskRestores, DiskSource, lineage_before
@@ -35,6 +36,8 @@ from megatron_ft.supervisor.orders import (
 )
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy, reason_against_own
 from megatron_ft.supervisor.spec import JobSpec
+
+NOTHING = Decision(None, -1, False, (), {})
 
 WORLD_TIMEOUT_SECONDS = 120.0
 REBUILD_TIMEOUT_SECONDS = 1800.0
@@ -54,7 +57,8 @@ class RestorePlan:
 
     ``disk`` is set where the snapshot comes from a drained checkpoint; ``kept`` are ranks whose
     process was released and waits to train again; ``decided`` is when this was
-    decided.
+    decided.  ``sources`` is what becomes of shards of an older layout; if they return, they are
+    the shards of ``places``, and the snapshot is reshaped when ranks have registered.
     """
 
     decision: Decision
@@ -65,6 +69,7 @@ class RestorePlan:
     slot_count: int
     disk: DiskSource | None = None
     kept: tuple[int, ...] = ()
+    sources: m.Sources = "drop"
     decided: float = field(default_factory=time.monotonic)
 
     def adoption(self, node: str) -> m.Adopt:
@@ -72,10 +77,20 @@ class RestorePlan:
         snapshot = self.decision.snapshot
         kept = snapshot is not None and not (self.disk is not None and self.disk.fresh)
         keep = tuple(s for s, n in self.places.items() if n == node and kept)
-        return m.Adopt(self.incarnation, self.lineage, snapshot, keep)
+        return m.Adopt(self.incarnation, self.lineage, snapshot, keep, self.sources)
 
-    def sources(self) -> dict[str, str]:
-        """Source of each shard's bytes: "memory" of its own node, "parity" or "disk"."""
+    @property
+    def reshaped(self) -> bool:
+        """True if the snapshot is of another layout than that of the ranks to come."""
+        return self.sources == "return"
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes that train, and behind them others that hold shards of the snapshot."""
+        return tuple(dict.fromkeys((*self.active, *sorted(self.places.values()))))
+
+    def origins(self) -> dict[str, str]:
+        """Origin of each shard's bytes: "memory" of its own node, "parity" or "disk"."""
         lost = dict.fromkeys(self.lost(), "parity")
         disk = dict.fromkeys(() if self.disk is None else self.disk.shards, "disk")
         return {**dict.fromkeys(self.places, "memory"), **lost, **disk}
@@ -87,6 +102,8 @@ class RestorePlan:
     def describe(self) -> tuple[str, str]:
         """The restore as a sentence, and in a word where the bytes come from."""
         start = f"restoring iteration {self.decision.iteration}"
+        if self.reshaped:
+            start += f", of {len(self.places)} shards in another layout,"
         if self.disk is None and not self.lost():
             return f"{start} from own memory", "own memory"
         shards, source = (
@@ -143,6 +160,16 @@ class Recovery:
             lineage=self._state.record.lineage,
         )
 
+    def memory_of_sources(self, admitted: Inventories) -> Decision:
+        """As ``memory``, of the shards of an older layout."""
+        return decide(
+            self._members.owned_sources(admitted),
+            shard_count=len(self._state.record.sources),
+            corrupt=self._quarantine.damaged,
+            quarantine=self._quarantine.quarantine,
+            lineage=self._state.record.lineage,
+        )
+
     def lineage(self, decision: Decision) -> tuple[Ancestor, ...]:
         """The lineage of an incarnation that starts from this decision on memory."""
         arenas = [holding.arena for holding in decision.holdings.values()]
@@ -164,27 +191,48 @@ class Recovery:
         The job's nodes are those that train from now on.
         """
         spec, coordinator, members = self._spec, self._coordinator, self._members
-        memory = self.memory(admitted)
-        check_memory(spec, self._state.record.scheme, memory)
+        memory, sources = self._from_memory(admitted)
         self._state.update(
             incarnation=coordinator.incarnation,
             active=tuple(members.active),
         )
         choice = await self._disk.look(memory, self._state.record)
+        if sources == "return" and choice.taken is not None:
+            memory, sources = NOTHING, "drop"
+        if sources == "return":
+            self._state.update(sources=members.source_places(admitted), shards={})
+        elif sources == "drop":
+            self._state.update(sources={})
         decision, source, lineage = self._settle(memory, choice)
-        self._state.update(lineage=lineage, scheme=str(spec.scheme))
+        if source is not None and len(self._state.record.shards) != members.ranks:
+            members.reshape()
+            sources = "return"
+        self._state.update(lineage=lineage, scheme=str(members.scheme))
         plan = RestorePlan(
             decision=decision,
-            places=members.places(),
+            places=dict(self._state.record.sources) if sources == "return" else members.places(),
             active=tuple(members.active),
             incarnation=coordinator.incarnation,
             lineage=lineage,
             slot_count=spec.settings.slots,
             disk=source,
-            kept=tuple(rank for inventory in admitted.values() for rank in inventory.kept),
+            kept=() if sources == "return" else kept_ranks(admitted),
+            sources=sources,
         )
         self._emit_restoring(plan, memory, choice, reached)
         return plan
+
+    def _from_memory(self, admitted: Inventories) -> tuple[Decision, m.Sources]:
+        """What memory can serve, and what becomes of shards of an older layout.
+
+        Shards of the present layout go first: they are newer.
+        """
+        memory, record = self.memory(admitted), self._state.record
+        if memory.snapshot is None and record.sources:
+            older = self.memory_of_sources(admitted)
+            return (memory, "drop") if older.snapshot is None else (older, "return")
+        check_memory(self._spec, self._members.scheme, record.scheme, memory)
+        return memory, "hold" if record.sources else "drop"
 
     def _settle(
         self, memory: Decision, choice: Choice
@@ -193,7 +241,10 @@ class Recovery:
         taken, coordinator = choice.taken, self._coordinator
         if taken is not None:
             damaged = self._quarantine.damaged
-            decision, source = self._disk.decision(taken, memory, self._members.active, damaged)
+            members = self._members
+            decision, source = self._disk.decision(
+                taken, memory, members.active, members.scheme, damaged
+            )
             older = lineage_before(taken, self._state.record)
             self._state.update(shards=taken.seats)
             coordinator.durable = (taken.manifest.snapshot, decision.iteration)
@@ -264,9 +315,11 @@ class Recovery:
             level = "protected" if plan.decision.protected else "local"
             commit = m.Commit(plan.incarnation, snapshot, level)
             reach("recovery.committing")
-            await coordinator.ask_all({node: commit for node in plan.active})
+            await coordinator.ask_all({node: commit for node in plan.nodes})
             coordinator.record_commit(snapshot, plan.decision.iteration, level)
-        ready = m.RestoreReady(plan.incarnation, snapshot, plan.sources())
+        ready = m.RestoreReady(
+            plan.incarnation, snapshot, plan.origins(), plan.reshaped, plan.decision.iteration
+        )
         await coordinator.ask_all({node: ready for node in plan.active})
         coordinator.resumed_from = plan.decision.iteration if snapshot is not None else -1
         if snapshot is not None:
@@ -277,7 +330,7 @@ class Recovery:
         coordinator, disk = self._coordinator, plan.disk
         if plan.decision.lost:
             await _make_targets(coordinator, plan, plan.lost())
-            self._world.start(plan.active)
+            self._world.start(plan.nodes)
             await coordinator.world_ready(WORLD_TIMEOUT_SECONDS)
             await rebuild(coordinator, plan, snapshot)
         if disk is not None:
@@ -292,16 +345,25 @@ class Recovery:
             await self._disk.load(disk, snapshot, plan.places, plan.incarnation)
 
 
-def check_memory(spec: JobSpec, scheme: str, memory: Decision) -> None:
+def kept_ranks(admitted: Inventories) -> tuple[int, ...]:
+    """Ranks whose process was released and waits to train again."""
+    return tuple(rank for inventory in admitted.values() for rank in inventory.kept)
+
+
+def check_memory(spec: JobSpec, wanted: Scheme, scheme: str, memory: Decision) -> None:
     """ConfigError if memory serves a snapshot whose arenas were made by other settings.
 
-    ``scheme`` is the one in the job's notes, "" if there is none.
+    ``wanted`` is the scheme of stripes that are made now, ``scheme`` the one in the job's notes,
+    "" if there is none.
     """
     if memory.snapshot is None:
         return
     slots = max(len(holding.arena.slots) for holding in memory.holdings.values())
-    protect, wanted = str(spec.scheme), spec.settings.slots
-    for flag, kept, asked in (("protect", scheme or protect, protect), ("slots", slots, wanted)):
+    protect = str(wanted)
+    for flag, kept, asked in (
+        ("protect", scheme or protect, protect),
+        ("slots", slots, spec.settings.slots),
+    ):
         if kept != asked:
             raise ConfigError(
                 f"job {spec.name!r} keeps its snapshots in memory with --{flag} {kept}; you asked "
@@ -355,14 +417,14 @@ async def rebuild(coordinator: Coordinator, plan: RestorePlan, snapshot: Snapsho
             # Unless an encoder's own account of the error comes first.
             asyncio.get_running_loop().call_later(1.0, fail, RebuildError(reason))
 
-    orders = stripe_orders(plan.decision.stripes, plan.places, plan.active, plan.decision.lost)
+    orders = stripe_orders(plan.decision.stripes, plan.places, plan.nodes, plan.decision.lost)
     parts = orders_by_node(orders, plan.places)
     iteration = plan.decision.iteration
     requests = {
         node: m.Rebuild(
             plan.incarnation, snapshot, iteration, coordinator.world, parts.get(node, ())
         )
-        for node in plan.active
+        for node in plan.nodes
     }
     coordinator.listeners.append(on_event)
     try:

@@ -112,14 +112,12 @@ class Registration:
             )
         return rule
 
-    def check_shards(self, stored: Sequence[StripeState]) -> None:
-        """LayoutMismatchError if a rank brings a shard that the ``stored`` stripes do not have."""
+    def other_layout(self, stored: Sequence[StripeState]) -> bool:
+        """True if ranks have other shards than the ``stored`` stripes, or the same in another
+        layout."""
         known = {shard for stripe in stored for shard in stripe.members}
-        if stored and (strange := self.hellos.keys() - known):
-            raise LayoutMismatchError(
-                f"the job's snapshots have no shard {min(strange)}, which a rank brings: another "
-                f"parallel shape. {OTHER_SHAPE}"
-            )
+        unfit = self.unfit is not None and self.unfit.error == LayoutMismatchError.__name__
+        return bool(stored) and (unfit or bool(self.hellos.keys() - known))
 
     def stripes(
         self, stored: Sequence[StripeState], scheme: Scheme, block_bytes: int

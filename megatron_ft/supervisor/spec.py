@@ -11,7 +11,6 @@ from pathlib import Path
 from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ConfigError, ProtectionError
-from megatron_ft.core.identity import SHRINK
 from megatron_ft.core.scheme import Scheme, largest_scheme
 from megatron_ft.erasure.stripes import Domains
 from megatron_ft.supervisor.failures import RestartBudget
@@ -66,13 +65,6 @@ class JobSpec:
             raise ConfigError(
                 "no training command; write it after `--`: megatron-ft run -- python ..."
             )
-        exports = self.settings.drain_export_dir
-        if self.settings.on_no_spare == SHRINK and self.checkpoint_dir != exports:
-            raise ConfigError(
-                f"--checkpoint-dir is {self.checkpoint_dir}, but --on-no-spare shrink has the "
-                f"training command load {exports} (--drain-export-dir): drop "
-                "--checkpoint-dir, or give the same folder in both"
-            )
         if self.scheme.kind != "none" and self.nodes < self.scheme.members:
             raise ProtectionError(
                 f"--protect {self.scheme} needs {self.scheme.members} nodes, there are "
@@ -94,9 +86,7 @@ class JobSpec:
     @property
     def checkpoint_dir(self) -> Path | None:
         """Folder of the training command's own checkpoints, None if it is not known."""
-        given = self.settings.checkpoint_dir
-        shrinks = self.settings.on_no_spare == SHRINK
-        return self.settings.drain_export_dir if shrinks and given is None else given
+        return self.settings.checkpoint_dir
 
     @property
     def time_limit_seconds(self) -> float:

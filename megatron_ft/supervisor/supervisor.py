@@ -42,6 +42,7 @@ from megatron_ft.supervisor.processes import TrainerFleet
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
 from megatron_ft.supervisor.recovery import RebuildError, Recovery
 from megatron_ft.supervisor.schedule import Pacing
+from megatron_ft.supervisor.shrink import shrink
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.watch import JobWatch
 
@@ -94,7 +95,7 @@ class Supervisor:
             spec, state, self.coordinator, self.members, self.world, self._disk, self._quarantine
         )
         self._emergency = EmergencyDrain(
-            spec, state, self.coordinator, self.members, self.drains, self._disk, self._recovery
+            spec, state, self.coordinator, self.members, self.drains, self._recovery
         )
         self._pacing = Pacing(
             spec.settings.overhead_percent / 100,
@@ -107,7 +108,7 @@ class Supervisor:
             launcher, self.coordinator, self.members, self.world, redundant
         )
         self._watch = JobWatch(self.coordinator, spec.settings, spec.log_dir)
-        self.observers.add(self._note_first_commit)
+        self.observers.add(self._note_commit)
         self._reached, self._budget = -1, spec.budget
 
     async def run(self) -> None:
@@ -197,9 +198,9 @@ class Supervisor:
         try:
             plan = await self._recovery.run(self._reached, self.trainers.survivors())
         except NoSpareError as error:
-            await self._emergency.run(error.admitted)
-            if await self._emergency.shrink(error.admitted):
+            if shrink(self.spec, self.state, self.members, self.observers, error.admitted):
                 return Failure("fewer nodes train", asked=True)
+            await self._emergency.run(error.admitted)
             raise
         self.evacuations.restored(plan, self._reached)
         incarnation = Incarnation(
@@ -295,10 +296,17 @@ class Supervisor:
             )
         self.observers.emit("finished", "training finished; the memory is free again")
 
-    def _note_first_commit(self, event: JobEvent) -> None:
-        """Note the first commit; a start from nothing loses work then, so it must be asked for."""
-        if event.kind == "committed" and not self.state.record.committed:
+    def _note_commit(self, event: JobEvent) -> None:
+        """Note the first commit; a start from nothing loses work then, so it must be asked for.
+
+        SMPs have dropped shards of an older layout when one of the present is protected.
+        """
+        if event.kind != "committed":
+            return
+        if not self.state.record.committed:
             self.state.update(committed=True)
+        if event.fields.get("level") == "protected" and self.state.record.sources:
+            self.state.update(sources={})
 
 
 EXIT_INTERRUPTED = 130

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core import private_files
@@ -22,7 +22,9 @@ from megatron_ft.core.environment import IMPORTS_NAME, NODE_DIR, ProcessEnvironm
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.identity import RankRule
 from megatron_ft.core.identity import shard_id as make_shard_id
-from megatron_ft.rpc.client import TrainerClient
+from megatron_ft.core.shard import ShardLayout
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.client import ReshapeOffer, RestoreOffer, TrainerClient
 from megatron_ft.trainer.capture import Capture
 from megatron_ft.trainer.copier import Copier
 from megatron_ft.trainer.engine import choose_copier, required_bytes
@@ -30,7 +32,7 @@ from megatron_ft.trainer.heartbeats import TrainerWatch
 from megatron_ft.trainer.mapping import State, StateAdapter
 from megatron_ft.trainer.pending_restore import PendingRestore
 from megatron_ft.trainer.plan import check_replicas, plan_state
-from megatron_ft.trainer.state import HasCheckpointForm
+from megatron_ft.trainer.state import HasCheckpointForm, TrainingState
 from megatron_ft.trainer.stats import CaptureStats, Warner
 from megatron_ft.trainer.teardown import on_teardown
 from megatron_ft.trainer.ticket import Ticket
@@ -80,6 +82,14 @@ def connect(rank: int) -> TrainerClient:
 def watch(rank: int) -> TrainerWatch:
     """The watch of this process; errors as ``connect``."""
     return TrainerWatch.begin(ProcessEnvironment.from_env(), rank)
+
+
+class _Registered(NamedTuple):
+    """The arena of this rank, the layout that it was made for, and the checkpoint form."""
+
+    arena: m.Prepared
+    layout: ShardLayout
+    form: bytes
 
 
 def note_imports() -> None:
@@ -157,6 +167,7 @@ class SnapshotManager:
         self._pending = PendingRestore(self._client, self.shard_id, coordinates)
         self._capture = Capture(self._client, self.config, self.stats, self._warn)
         self._hooks: list[Any] = []
+        self._registered: _Registered | None = None
         _open.add(self)
 
     @property
@@ -166,7 +177,7 @@ class SnapshotManager:
         Asks the SMP the first time.
         """
         offer = self._pending.get()
-        return -1 if offer is None else offer.record.iteration
+        return -1 if offer is None else offer.iteration
 
     def offered_objects(self) -> dict[str, Any]:
         """The small objects of the offered snapshot, their digests checked; {} if there is none."""
@@ -188,13 +199,22 @@ class SnapshotManager:
         naming the blocks, or LayoutMismatchError naming the tensors that differ.  After a
         CorruptBlockError tensors may hold a part of the snapshot: ``prepare``, ``save`` and
         fences then raise it again, and the process has to end.
+
+        A snapshot of another layout is reshaped first: the call waits for all ranks, and raises
+        what ``prepare`` can raise.
         """
         offer = self._pending.get()
         if offer is None:
             logger.info("rank %d (%s): no snapshot to load", self.rank, self.shard_id)
             return 0
+        state = self._adapt(into)
+        if isinstance(offer, ReshapeOffer):
+            self._registered = self._register(state)
+            self._pending.reshaped(self._registered.arena)
+            offer = self._pending.get()
+        assert isinstance(offer, RestoreOffer)
         started = time.monotonic()
-        self._pending.load(offer, self._adapt(into))
+        self._pending.load(offer, state)
         self.stats.committed(offer.record.iteration, protected=False)
         seconds = time.monotonic() - started
         self.watch.restored()
@@ -214,21 +234,32 @@ class SnapshotManager:
         if isinstance(state, Mapping):
             self._warn_of_clients()
         adapted = self._adapt(state)
-        layout = plan_state(adapted)
-        check_replicas(adapted, layout)
+        arena, layout, form = self._registered or self._register(adapted)
+        self._registered = None
+        copier = self._copier or choose_copier(adapted)
+        self._capture.open(Path(arena.arena), self.shard_id, layout, copier, form)
+        self.watch.training()
+
+    def _register(self, state: TrainingState) -> _Registered:
+        """Plan the layout, bring it to the job, and wait for the arena."""
+        layout = plan_state(state)
+        form = state.checkpoint_form() if isinstance(state, HasCheckpointForm) else b""
+        check_replicas(state, layout)
         self._pending.check(layout)
-        form = adapted.checkpoint_form() if isinstance(adapted, HasCheckpointForm) else b""
         # Before all ranks have come here, when the supervisor asks for it.
         note_imports()
-        path = self._client.prepare(
-            required_bytes(layout, adapted.objects(), form),
-            self.config.fixed_interval,
-            timeout=self.config.register_timeout_seconds,
-            rank_rule=self._rank_rule,
-        )
-        copier = self._copier or choose_copier(adapted)
-        self._capture.open(path, self.shard_id, layout, copier, form)
-        self.watch.training()
+        given = self._pending.give_layout(layout, form) if self._pending.reshapes else None
+        try:
+            arena = self._client.prepare(
+                required_bytes(layout, state.objects(), form),
+                self.config.fixed_interval,
+                timeout=self.config.register_timeout_seconds,
+                rank_rule=self._rank_rule,
+            )
+            return _Registered(arena, layout, form)
+        finally:
+            if given is not None:
+                given.unlink(missing_ok=True)
 
     def save(self, iteration: int, state: State) -> Ticket:
         """Say that ``iteration`` has ended, and capture it if the job permits; returns at once.

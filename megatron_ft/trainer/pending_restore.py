@@ -6,13 +6,15 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from megatron_ft.arena.arena import Arena
+from megatron_ft.core import private_files
 from megatron_ft.core.errors import CorruptBlockError, LayoutMismatchError
-from megatron_ft.core.shard import ShardLayout
+from megatron_ft.core.shard import ShardLayout, pack_meta
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.client import RestoreOffer, TrainerClient
+from megatron_ft.rpc.client import ReshapeOffer, RestoreOffer, TrainerClient
 from megatron_ft.trainer.identity_check import require_same_layout
 from megatron_ft.trainer.restore import SealedShard, read_objects, restore_shard
 from megatron_ft.trainer.state import TrainingState
@@ -32,10 +34,10 @@ class PendingRestore:
         self.restored: ShardLayout | None = None
         self.broken_off: Exception | None = None
         self._client, self._shard_id, self._coordinates = client, shard_id, coordinates
-        self._offer: RestoreOffer | None = None
+        self._offer: RestoreOffer | ReshapeOffer | None = None
         self._greeted = False
 
-    def get(self) -> RestoreOffer | None:
+    def get(self) -> RestoreOffer | ReshapeOffer | None:
         """The offer, None if there is none or it was declined."""
         if not self._greeted:
             self._greeted = True
@@ -43,9 +45,9 @@ class PendingRestore:
         return self._offer
 
     def objects(self) -> dict[str, Any]:
-        """Its small objects, their digests checked; {} if there is none."""
+        """Its small objects, their digests checked; {} if there is none, or of another layout."""
         offer = self.get()
-        if offer is None:
+        if not isinstance(offer, RestoreOffer):
             return {}
         with self._reporting(), Arena.open(offer.arena_path) as arena:
             return read_objects(self._shard(arena, offer))
@@ -54,9 +56,26 @@ class PendingRestore:
         """Start without it, and tell the job; it stays in memory until a newer one is committed."""
         offer = self.get()
         if offer is not None:
-            snapshot = offer.record.snapshot
-            self._client.send(m.Declined(self._shard_id, snapshot, reason, iteration))
+            self._client.send(m.Declined(self._shard_id, offer.snapshot, reason, iteration))
             self.declined, self._offer = True, None
+
+    @property
+    def reshapes(self) -> bool:
+        """True if the offer waits for the layout of this rank."""
+        return isinstance(self._offer, ReshapeOffer)
+
+    def give_layout(self, layout: ShardLayout, form: bytes) -> Path:
+        """Write where encoders read it what the shard is to be reshaped to; the file."""
+        path = Path(m.layout_path(str(self._client.node_folder() / self._shard_id)))
+        private_files.rewrite_file(path, pack_meta(layout.to_bytes(), {}, form))
+        return path
+
+    def reshaped(self, prepared: m.Prepared) -> None:
+        """Take the shard that was made of the snapshot as what is offered."""
+        assert prepared.restore is not None, "the job fills every shard of a reshape"
+        self._offer = RestoreOffer(
+            Path(prepared.arena), prepared.slot, prepared.restore, "another layout"
+        )
 
     def load(self, offer: RestoreOffer, into: TrainingState) -> None:
         """Restore in place, every block verified before it; errors as of SnapshotManager.load."""
@@ -114,5 +133,5 @@ class PendingRestore:
             raise
 
     def _report_corrupt(self, blocks: int) -> None:
-        assert self._offer is not None
+        assert isinstance(self._offer, RestoreOffer)
         self._client.send(m.CorruptShard(self._shard_id, self._offer.record.snapshot, blocks))

@@ -34,7 +34,7 @@ from megatron_ft.trainer.plan import (
     exchange_device,
     plan_state,
 )
-from megatron_ft.trainer.state import AdoptsTensors, TrainingState, live_tensors
+from megatron_ft.trainer.state import AdoptsTensors, Reshapes, TrainingState, live_tensors
 
 Report = Callable[[int], None]
 
@@ -57,8 +57,8 @@ class SealedShard:
         self._name = f"shard {record.shard_id}, snapshot {record.snapshot}, slot {slot} of"
         self._name += f" {arena.path}"
 
-    def contents(self) -> tuple[ShardLayout, bytes]:
-        """The layout and the small objects, their digests compared; tensors are not read.
+    def contents(self) -> tuple[ShardLayout, Meta]:
+        """The layout and what else is small, the digests compared; tensors are not read.
 
         CorruptBlockError, and LayoutMismatchError if they were written by another release.
         """
@@ -69,7 +69,7 @@ class SealedShard:
                 f"{self._name}: the stored layout is of {layout.tensor_bytes} bytes of tensors and "
                 f"its record of {self.record.tensor_bytes}; restore another snapshot"
             )
-        return layout, meta.objects
+        return layout, meta
 
     def meta(self) -> Meta:
         """As contents, not decoded."""
@@ -105,7 +105,7 @@ def restore_shard(shard: SealedShard, state: TrainingState) -> ShardLayout:
     Raises LayoutMismatchError naming the tensors that differ, UndecodableError for small
     objects that cannot be read here.
     """
-    layout, objects = shard.contents()
+    layout, meta = shard.contents()
     reach("restore.verified")
     plain, live = PlainLayout.of(layout), live_tensors(state)
     addresses = None if plain is None else plain.addresses(live)
@@ -113,7 +113,7 @@ def restore_shard(shard: SealedShard, state: TrainingState) -> ShardLayout:
         _copy(shard.cut(plain.offsets, plain.lengths), addresses, shard)
     else:
         _fill_one_by_one(layout, shard, state, live)
-    state.load(decode(objects))
+    state.load(_objects_for(meta, state))
     now = live_tensors(state)
     if plain is None or addresses is None or not plain.lie_there(addresses, live, now):
         require_same_layout(layout, plan_state(state))
@@ -122,9 +122,22 @@ def restore_shard(shard: SealedShard, state: TrainingState) -> ShardLayout:
 
 
 def read_objects(shard: SealedShard) -> dict[str, Any]:
-    """The small objects alone."""
-    objects: dict[str, Any] = decode(shard.meta().objects)
+    """The small objects alone; of a shard that was reshaped, those of its nearest origin."""
+    objects: dict[str, Any] = decode(shard.meta().nearest_objects)
     return objects
+
+
+def _objects_for(meta: Meta, state: TrainingState) -> dict[str, Any]:
+    """What ``state.load`` takes; of a shard that was reshaped, made of its origins' objects."""
+    if not meta.origins:
+        objects: dict[str, Any] = decode(meta.objects)
+        return objects
+    if not isinstance(state, Reshapes):
+        raise LayoutMismatchError(
+            f"the snapshot is of another layout, and {type(state).__name__} cannot be reshaped: "
+            "run with the layout of the snapshot"
+        )
+    return state.reshape_objects([(name, decode(raw)) for name, raw in meta.origins.items()])
 
 
 def _fill_one_by_one(

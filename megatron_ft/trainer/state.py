@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -127,6 +127,17 @@ class HasLogicalMap(Protocol):
 
     def logical_map(self) -> Mapping[str, LogicalPlace]:
         """Places by tensor name; a tensor may be left out."""
+
+
+@runtime_checkable
+class Reshapes(Protocol):
+    """A state that can start from a snapshot of another layout."""
+
+    def reshape_objects(self, origins: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+        """The small objects for ``load``, made of those of old shards, the nearest first.
+
+        Each comes with its shard id.  LayoutMismatchError if they do not do for this layout.
+        """
 
 
 @runtime_checkable

@@ -17,6 +17,7 @@ from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import error_class
 from megatron_ft.core.identity import Ancestor, RankRule, SealedRecord, SnapshotId
 from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.client import RestoreOffer
 from megatron_ft.smp.slot_rules import EMPTY_SLOT
 from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.manager import SnapshotManager
@@ -25,23 +26,13 @@ WAIT = 20.0
 BLOCK = 4096
 
 
-@dataclass(frozen=True)
-class Offer:
-    """A restore offer as the SMP makes it."""
-
-    arena_path: Path
-    slot: int
-    record: SealedRecord
-    source: str = "memory"
-
-
 @dataclass
 class FakeSmp:
     """Stands for TrainerClient on one arena file; outlives managers, as the SMP does."""
 
     directory: Path
     shard_id: str = "pp0-tp0-dp0-ep0"
-    offer: Offer | None = None
+    offer: RestoreOffer | None = None
     on_outcome: Callable[[SnapshotId, str], None] | None = None
     arena: Arena | None = None
     sealed_records: dict[SnapshotId, SealedRecord] = field(default_factory=dict)
@@ -65,7 +56,7 @@ class FakeSmp:
         """The arena file."""
         return self.directory / f"{self.shard_id}.arena"
 
-    def hello(self, shard_id: str, coordinates: tuple[int, ...]) -> Offer | None:
+    def hello(self, shard_id: str, coordinates: tuple[int, ...]) -> RestoreOffer | None:
         """Give the offer that the test set."""
         assert shard_id == self.shard_id
         return self.offer
@@ -76,7 +67,7 @@ class FakeSmp:
         interval: int,
         timeout: float = 0.0,
         rank_rule: RankRule | None = None,
-    ) -> Path:
+    ) -> m.Prepared:
         """Make the arena, or keep the one that is there."""
         self.required = required_bytes
         if self.arena is None:
@@ -100,7 +91,11 @@ class FakeSmp:
                 geometry=geometry,
             )
             self.arena = Arena.create(self.path, header)
-        return self.path
+        return m.Prepared(str(self.path))
+
+    def node_folder(self) -> Path:
+        """Where the arena is."""
+        return self.directory
 
     def grant(self, iteration: int, slot: int = 0, stay: float = 0.0) -> SnapshotId:
         """Permit the next snapshot at ``iteration``."""
@@ -173,7 +168,7 @@ class FakeSmp:
         """Offer the newest sealed snapshot to the next trainer."""
         snapshot = max(self.sealed_records)
         record = self.sealed_records[snapshot]
-        self.offer = Offer(self.path, self.slots[snapshot], record)
+        self.offer = RestoreOffer(self.path, self.slots[snapshot], record, "memory")
 
 
 class GatedCopier(CpuCopier):

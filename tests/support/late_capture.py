@@ -24,11 +24,13 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.identity import RankRule
 from megatron_ft.erasure.stripes import RankPlace
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.client import RestoreOffer
 from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.manager import SnapshotManager
 from megatron_ft.trainer.state import live_tensors
 from tests.support.arena_folder import SLOT, arena_path, header_of, plan, read_record, record_path
-from tests.support.captures import FakeSmp, Offer
+from tests.support.captures import FakeSmp
 
 SAVE_AT, SAVE_TO, LOAD_FROM = "TEST_SAVE_AT", "TEST_SAVE_TO", "TEST_LOAD_FROM"
 SCHEME, RANKS_PER_NODE = "TEST_SCHEME", "TEST_RANKS_PER_NODE"
@@ -51,7 +53,7 @@ class ArenaClient(FakeSmp):
         if LOAD_FROM in os.environ and os.environ.get(NO_OFFER) != str(place["rank"]):
             source = Path(os.environ[LOAD_FROM])
             record = read_record(source, self.shard_id)
-            self.offer = Offer(arena_path(source, self.shard_id), SLOT, record)
+            self.offer = RestoreOffer(arena_path(source, self.shard_id), SLOT, record, "memory")
 
     def prepare(
         self,
@@ -59,7 +61,7 @@ class ArenaClient(FakeSmp):
         interval: int,
         timeout: float = 0.0,
         rank_rule: RankRule | None = None,
-    ) -> Path:
+    ) -> m.Prepared:
         """Agree with all ranks on the stripes, then make the arena."""
         every: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(every, self._rank_place(required_bytes))
@@ -67,7 +69,7 @@ class ArenaClient(FakeSmp):
         if torch.distributed.get_rank() == 0:
             (self.directory / "stripes").write_bytes(pickle.dumps(stripes))
         self.arena = Arena.create(self.path, header_of(self.shard_id, stripes))
-        return self.path
+        return m.Prepared(str(self.path))
 
     def _rank_place(self, required_bytes: int) -> RankPlace:
         rank, per_node = self._place["rank"], int(os.environ.get(RANKS_PER_NODE, "1"))

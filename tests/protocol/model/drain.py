@@ -16,6 +16,7 @@ from megatron_ft.checkpoint.decide import Decision, StripeState
 from megatron_ft.checkpoint.disk_format import Manifest, ShardFile
 from megatron_ft.checkpoint.drained import DiskCriteria, Drained, choose, superfluous
 from megatron_ft.core.identity import Ancestor, ShardPlacement, SnapshotId
+from megatron_ft.core.scheme import NO_PARITY, Scheme
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.disk_restore import DiskRestores
 from tests.protocol.model.memory import Tag, root_of
@@ -95,7 +96,9 @@ class _Restores(DiskRestores):
     def __init__(self, stripes: tuple[StripeState, ...]) -> None:
         self._known = stripes
 
-    def _stripes(self, drained: Drained, active: Sequence[str]) -> tuple[StripeState, ...]:
+    def _stripes(
+        self, drained: Drained, active: Sequence[str], scheme: Scheme
+    ) -> tuple[StripeState, ...]:
         return self._known
 
 
@@ -105,5 +108,5 @@ def decide_with(
     """What the recovery does with a checkpoint, and which shards are loaded from it."""
     corrupt: Collection[tuple[str, SnapshotId]] = world.known_bad
     restores = _Restores(world.stripes)
-    decision, source = restores.decision(taken.drained(), memory, world.active, corrupt)
+    decision, source = restores.decision(taken.drained(), memory, world.active, NO_PARITY, corrupt)
     return decision, source.shards

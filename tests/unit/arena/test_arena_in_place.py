@@ -27,7 +27,7 @@ def test_an_arena_that_was_removed_cut_or_replaced_is_not_in_place(
     tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
     smp = FakeSmp(tmp_path)
-    path = smp.prepare(10_000, 1)
+    path = Path(smp.prepare(10_000, 1).arena)
     assert smp.arena is not None and smp.arena.in_place()
     change(path)
     assert not smp.arena.in_place()

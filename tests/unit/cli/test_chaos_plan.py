@@ -166,4 +166,4 @@ def test_all_cases_have_every_point_process_and_fault() -> None:
 
 def test_a_framework_is_needed_for_points_of_exports_and_of_fewer_nodes() -> None:
     kinds = {name.partition(".")[0] for name in set(POINTS) - set(reachable())}
-    assert kinds == {"export", "shrink"}
+    assert kinds == {"export", "reshape", "shrink"}

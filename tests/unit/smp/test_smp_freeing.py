@@ -82,4 +82,4 @@ def test_heartbeats_are_answered_while_memory_is_freed(tmp_path: Path, request_:
         assert run(story()) == m.Ok()
     finally:
         let_go.cancel()
-        free(host.store.give_up(), [])
+        free(host.store.give_up(host.machine), [])

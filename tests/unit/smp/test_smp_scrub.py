@@ -31,7 +31,7 @@ def host(tmp_path: Path) -> Iterator[SmpService]:
     """One SMP's state, without its servers."""
     host = service(ProcessEnvironment("job", "node0", tmp_path, 1))
     yield host
-    free(host.store.give_up(), [])
+    free(host.store.give_up(host.machine), [])
 
 
 def entered(host: SmpService, body: m.CreateArena) -> Arena:
@@ -81,7 +81,7 @@ def test_a_shard_that_a_recovery_removes_meanwhile_is_passed_over(host: SmpServi
 def test_arenas_that_the_last_request_removed_are_nothing_to_read(host: SmpService) -> None:
     """The store removes them at once; what the machine knows of slots stays to the end."""
     commit(host, entered(host, create()))
-    free(host.store.give_up(), [])
+    free(host.store.give_up(host.machine), [])
     host.scrub_percent = 1.0
     scrub = Scrub(host)
     try:

@@ -95,7 +95,7 @@ def require_good(store: ArenaStore, machine: NodeMachine) -> None:
 def require_lost(store: ArenaStore, machine: NodeMachine) -> None:
     """And that a new arena can take its place, with nothing left behind."""
     assert not store.arenas and not machine.shards and not store.foreign
-    assert "dp0.arena" in store.damaged["dp0"]
+    assert "dp0.arena" in store.damaged["dp0.arena"]
     arena = store.allocate(create())
     assert arena is not None
     store.enter(arena, machine)
@@ -160,6 +160,6 @@ def test_arenas_that_are_not_trusted_are_set_aside_until_a_recovery_did_without(
     for fresh in (store, restarted(store)[0]):
         assert not fresh.arenas and not fresh.foreign
     aside = store.directory / "dp0.arena.aside"
-    assert aside.is_file() and "the notes are damaged" in store.damaged["dp0"]
+    assert aside.is_file() and "the notes are damaged" in store.damaged["dp0.arena"]
     free(store.keep_only([], NodeMachine("node0")), store.forget_damaged())
     assert not aside.exists() and not store.damaged

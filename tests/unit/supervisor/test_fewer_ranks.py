@@ -1,4 +1,4 @@
-"""Continuing with fewer ranks: which numbers will do, what is refused, and what must be on disk."""
+"""Continuing with fewer ranks: which numbers will do, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,35 +6,34 @@ import asyncio
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.checkpoint.decide import Decision, Quarantine
+from megatron_ft.checkpoint.decide import Decision
 from megatron_ft.checkpoint.disk_format import folder_name
 from megatron_ft.checkpoint.drain import publish, write_shards
 from megatron_ft.checkpoint.drained import find
 from megatron_ft.checkpoint.live import open_live, scan
-from megatron_ft.checkpoint.native import TRACKER, checkpoint_folder, naming
+from megatron_ft.checkpoint.native import TRACKER, checkpoint_folder
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.cli.training_command import check_torchrun
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.core.errors import ConfigError, ProtectionError
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.identity import Ancestor, RankRule, ShardPlacement
-from megatron_ft.core.scheme import Scheme
-from megatron_ft.erasure.stripes import check_domains
+from megatron_ft.core.scheme import NO_PARITY, Scheme
+from megatron_ft.erasure.stripes import members_of, possible_scheme
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.megatron.fewer_ranks import refusals, rule_of
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.disk_restore import DiskRestores
-from megatron_ft.supervisor.emergency_drain import NOTHING, EmergencyDrain, fewer_nodes
 from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.job_state import JobRecord, JobState
-from megatron_ft.supervisor.membership import Inventories, Membership
-from megatron_ft.supervisor.orders import Timing
+from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.registration import Registration
+from megatron_ft.supervisor.shrink import fewer_nodes, shrink
 from megatron_ft.supervisor.spec import JobSpec
 from tests.support.disk_samples import JOB, SHARDS, Memory
 
@@ -53,11 +52,8 @@ def possible(nodes: Any, per_node: int, rule: RankRule, domains: Any, scheme: Sc
     ranks = len(nodes) * per_node
     if ranks % rule.multiple or rule.micro_batches % (ranks // rule.replica):
         return False
-    try:
-        check_domains(nodes, domains, scheme)
-    except ProtectionError:
-        return False
-    return True
+    largest = max(map(len, members_of(nodes, domains).values()))
+    return not scheme.parity_members or bool(possible_scheme(len(nodes), largest, scheme))
 
 
 @given(
@@ -132,44 +128,21 @@ def test_megatrons_arguments_say_with_how_many_ranks(
     ("changes", "words"),
     [
         ({}, ""),
-        ({"load": "/data/other"}, "give --load /data/exports"),
-        ({"load": None}, "give --load /data/exports"),
-        ({"finetune": True}, "--finetune"),
-        ({"no_load_optim": True}, "--no-load-optim"),
-        ({"no_save_rng": True}, "--no-save-rng"),
-        ({"ckpt_step": 5}, "--ckpt-step"),
-        ({"override_ckpt_iteration": 5}, "--override-ckpt-iteration"),
-        ({"override_ckpt_iteration": 0}, "--override-ckpt-iteration"),
-        ({"ckpt_format": "torch"}, "exports are torch_dist"),
         ({"_is_global_batch_size_explicitly_specified": False}, "without --global-batch-size"),
-        ({"data_parallel_size": 64, "overlap_grad_reduce": True}, "fully-reshardable"),
-        (
-            {"data_parallel_size": 32, "context_parallel_size": 2, "overlap_grad_reduce": True},
-            "fully-reshardable",
-        ),
-        ({"data_parallel_size": 64}, ""),
-        ({"data_parallel_size": 64, "overlap_grad_reduce": True, "ddp_bucket_size": 9}, ""),
-        (
-            {
-                "data_parallel_size": 64,
-                "overlap_grad_reduce": True,
-                "dist_ckpt_optim_fully_reshardable": True,
-            },
-            "",
-        ),
+        ({"step_batch_size_schedule": "0:4"}, "--step-batch-size-schedule"),
     ],
 )
 def test_flags_that_would_keep_megatron_from_it_are_refused(
     changes: dict[str, Any], words: str
 ) -> None:
-    found = refusals(megatron(**changes), Path("/data/exports"))
+    found = refusals(megatron(**changes))
     assert [words in line for line in found] == [True] * bool(words), found
 
 
 def test_a_release_that_does_not_remember_the_batch_size_is_asked_by_its_value() -> None:
     args = megatron(global_batch_size=8)
     del args._is_global_batch_size_explicitly_specified
-    assert len(refusals(args, Path("/data/exports"))) == 1
+    assert len(refusals(args)) == 1
 
 
 def test_a_program_that_says_nothing_is_refused_only_where_it_must_say() -> None:
@@ -183,12 +156,8 @@ def test_a_program_that_says_nothing_is_refused_only_where_it_must_say() -> None
 
 
 def test_what_it_needs_of_other_settings_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"shrink.*give drain_dir, drain_interval and drain_ex"):
-        SnapshotConfig(on_no_spare="shrink", drain_dir=Path("d"), drain_interval=1)
     with pytest.raises(ConfigError, match="--nnodes 2: drop the flag"):
         check_torchrun(["torchrun", "--nnodes", "2", "train.py"], 2, 1, fewer=True)
-    with pytest.raises(ConfigError, match="--checkpoint-dir is /own"):
-        spec_of(Path("root"), checkpoint_dir=Path("/own"))
 
 
 def spec_of(folder: Path, restore_from: Path | None = None, **changes: Any) -> JobSpec:
@@ -206,61 +175,29 @@ def spec_of(folder: Path, restore_from: Path | None = None, **changes: Any) -> J
     )
 
 
-class Members:
-    """Two nodes, of which one is left."""
-
-    active: list[str]
-
-    def __init__(self) -> None:
-        self.active = ["n0", "n1"]
-
-    @property
-    def ranks(self) -> int:
-        return len(self.active)
-
-    def usable(self, admitted: Inventories) -> list[str]:
-        return ["n1"]
-
-    def shrink_to(self, nodes: list[str]) -> None:
-        self.active = nodes
-
-
-def try_to_shrink(
-    folder: Path,
-    exports: bool,
-    memory: int = 10,
-    committed: bool = True,
-    quarantine: Quarantine = Quarantine(),  # noqa: B008  (a frozen value)
-) -> tuple[bool, list[JobEvent], Any]:
-    """A job of two shards whose newest drained iteration is 10; ``memory`` is what memory has."""
-    spec = spec_of(folder)
-    record = JobRecord(
-        2, "job", JOB, 0, b"", active=("n0", "n1"), shards=SEATS, committed=committed,
-        lineage=(Ancestor(1, None),), rank_rule=RankRule(1, 1, 4),
-        quarantine=quarantine,
-    )  # fmt: skip
+def test_a_job_that_shall_not_shrink_or_cannot_stays_as_it_is(tmp_path: Path) -> None:
     events: list[JobEvent] = []
     observers = Observers()
     observers.add(events.append)
-
-    async def export_durable(node: str, directory: Path) -> None:
-        if exports:
-            write_export(directory, 10)
-
-    parts: Any = SimpleNamespace(
-        state=SimpleNamespace(record=record),
-        members=Members(),
-        disk=DiskRestores(spec, VirtualCluster("job", ["n0", "n1"], folder / "root")),
-    )
-    coordinator: Any = SimpleNamespace(durable=None, observers=observers)
-    drains: Any = SimpleNamespace(export_durable=export_durable)
-    recovery: Any = SimpleNamespace(memory=lambda _: Decision(None, memory, False, (), {}))
-    emergency = EmergencyDrain(
-        spec, parts.state, coordinator, parts.members, drains, parts.disk, recovery
-    )
-    inventories: Any = {"n1": None}
-    went_on = asyncio.run(emergency.shrink(inventories))
-    return went_on, events, parts
+    left: Any = {"n1": None}
+    for policy, rule, shrunk, text in (
+        ("stop", RankRule(1, 1, 4), False, ""),
+        ("shrink", None, False, "have not said yet"),
+        ("shrink", RankRule(2, 1, 4), False, "no multiple of 2"),
+        ("shrink", RankRule(1, 1, 4), True, "1 nodes instead of 2, 1 ranks"),
+    ):
+        events.clear()
+        cluster = VirtualCluster("job", ["n0", "n1"], tmp_path / "root")
+        with JobState(tmp_path / f"{policy}-{rule}", "job") as state:
+            state.update(active=("n0", "n1"), shards=SEATS, rank_rule=rule)
+            spec = spec_of(tmp_path, on_no_spare=policy)
+            members = Membership(spec, cluster, state, cast(Any, SimpleNamespace()))
+            assert shrink(spec, state, members, observers, left) is shrunk
+            assert members.active == (["n1"] if shrunk else ["n0", "n1"])
+            assert [text in event.text for event in events] == ([True] if text else [])
+            kept = (state.record.shards, state.record.sources)
+            there = dict(zip(SHARDS, ("n0", "n1"), strict=True))
+            assert kept == (({}, there) if shrunk else (SEATS, {}))
 
 
 def drained(memory: Memory, into: Path) -> None:
@@ -277,74 +214,6 @@ def write_export(directory: Path, iteration: int) -> None:
     (directory / TRACKER).write_text(str(iteration))
 
 
-def test_nodes_are_given_up_only_once_the_export_is_on_disk(tmp_path: Path) -> None:
-    memory = Memory(tmp_path / "memory")
-    memory.commit(1, 10)
-    drained(memory, tmp_path / "disk")
-    went_on, events, parts = try_to_shrink(tmp_path, exports=False)
-    assert not went_on and parts.members.active == ["n0", "n1"]
-    assert "should hold iteration 10; its newest is -1" in events[-1].text
-    went_on, events, parts = try_to_shrink(tmp_path, exports=True, memory=12)
-    assert not went_on and "should hold iteration 12; its newest is 10" in events[-1].text
-    went_on, events, parts = try_to_shrink(tmp_path, exports=True)
-    assert went_on and parts.members.active == ["n1"]
-    assert events[-1].kind == "shrunk"
-
-
-def test_what_the_framework_saved_itself_is_as_good(tmp_path: Path) -> None:
-    write_export(tmp_path / "exports", 12)
-    went_on, _, _ = try_to_shrink(tmp_path, exports=False, memory=11)
-    assert went_on
-
-
-def test_what_is_newer_is_not_trusted_once_the_job_was_rolled_back(tmp_path: Path) -> None:
-    """Its number says nothing of the incarnation that it is of."""
-    rewound = Quarantine().rewound(11).settled()
-    write_export(tmp_path / "exports", 12)
-    memory = Memory(tmp_path / "memory")
-    memory.commit(1, 10)
-    drained(memory, tmp_path / "disk")
-    went_on, events, _ = try_to_shrink(tmp_path, exports=False, quarantine=rewound)
-    assert not went_on and "12, maybe of what the job was rolled back from" in events[-1].text
-    went_on, _, _ = try_to_shrink(tmp_path, exports=True, quarantine=rewound)
-    assert went_on
-
-
-def test_what_the_framework_saved_since_a_rollback_is_as_good(tmp_path: Path) -> None:
-    memory = Memory(tmp_path / "memory")
-    memory.commit(1, 10)
-    drained(memory, tmp_path / "disk")
-    write_export(tmp_path / "exports", 12)
-    rewound = Quarantine().rewound(11).settled(naming(tmp_path / "exports"))
-
-    def try_it() -> tuple[bool, bool]:
-        """Whether fewer nodes continue, and whether a recovery would rather have what was
-        drained."""
-        went_on, _, parts = try_to_shrink(tmp_path, exports=False, quarantine=rewound)
-        choice = asyncio.run(parts.disk.look(NOTHING, parts.state.record))
-        return went_on, choice.taken is not None
-
-    assert try_it() == (False, True)
-    write_export(tmp_path / "exports", 13)
-    assert try_it() == (True, False)
-
-
-def test_a_job_that_never_committed_has_nothing_to_lose(tmp_path: Path) -> None:
-    assert try_to_shrink(tmp_path, exports=False, memory=-1, committed=False)[0]
-
-
-def test_shards_of_the_older_shape_are_forgotten_with_its_nodes(tmp_path: Path) -> None:
-    """A shard in memory belongs to the job only as long as its notes say where it is."""
-    cluster = VirtualCluster("job", ["n0", "n1"], tmp_path / "root")
-    with JobState(tmp_path / "state", "job") as state:
-        state.update(active=("n0", "n1"), shards=SEATS)
-        coordinator: Any = SimpleNamespace(timing=Timing())
-        members = Membership(spec_of(tmp_path), cluster, state, coordinator)
-        assert members.places() == dict(zip(SHARDS, ("n0", "n1"), strict=True))
-        members.shrink_to(["n1"])
-        assert (state.record.active, members.places(), members.ranks) == (("n1",), {}, 1)
-
-
 def test_a_shard_that_is_damaged_in_memory_is_loaded_from_disk(tmp_path: Path) -> None:
     """Its header still says what the checkpoint says of it."""
     memory = Memory(tmp_path / "memory")
@@ -356,7 +225,7 @@ def test_a_shard_that_is_damaged_in_memory_is_loaded_from_disk(tmp_path: Path) -
     with scan([memory.folder(shard) for shard in SHARDS]) as found:
         held = Decision(snapshot, 10, False, (), dict(found.holdings))
         for corrupt in ((), ((SHARDS[0], snapshot),)):
-            _, source = restores.decision(one, held, ["n0", "n1"], corrupt)
+            _, source = restores.decision(one, held, ["n0", "n1"], NO_PARITY, corrupt)
             assert source.shards == tuple(shard for shard, _ in corrupt)
 
 
@@ -369,7 +238,7 @@ def test_a_shard_of_other_bytes_under_the_same_name_is_loaded_from_disk(tmp_path
     restores = DiskRestores(spec_of(tmp_path), VirtualCluster("job", ["n0", "n1"], tmp_path))
     with scan([other.folder(shard) for shard in SHARDS]) as found:
         held = Decision(one.manifest.snapshot, 10, False, (), dict(found.holdings))
-        _, source = restores.decision(one, held, ["n0", "n1"], ())
+        _, source = restores.decision(one, held, ["n0", "n1"], NO_PARITY, ())
     assert source.shards == SHARDS
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from megatron_ft.checkpoint.reshape import (
+from megatron_ft.core.shard import LogicalPlace, Piece, TensorSpec, plan_layout
+from megatron_ft.erasure.reshape_plan import (
     Box,
     Copy,
     MissingRangeError,
@@ -21,7 +22,6 @@ from megatron_ft.checkpoint.reshape import (
     whole,
     windows,
 )
-from megatron_ft.core.shard import LogicalPlace, Piece, TensorSpec, plan_layout
 
 Numbers = NDArray[np.int64]
 Held = tuple[int, Window]

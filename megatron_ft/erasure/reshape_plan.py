@@ -1,4 +1,4 @@
-"""Plans from which stored elements a tensor of another layout is filled.  Pure: numbers only.
+"""Plans from which stored elements a shard of another layout is filled.  Pure: numbers only.
 
 A *global tensor* is one of the unsharded model.  A *window* is a box of it whose elements lie
 somewhere at a fixed offset and strides: among the stored elements of a layout entry, or in a
@@ -9,11 +9,13 @@ which is a few boxes.  Intersections of boxes are boxes too, so a plan is a list
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from megatron_ft.core.errors import MegatronFTError
-from megatron_ft.core.shard import LayoutEntry, LogicalPlace, Piece
+from megatron_ft.core.errors import LayoutMismatchError
+from megatron_ft.core.shard import LayoutEntry, LogicalPlace, Piece, ShardLayout
 
 Source = TypeVar("Source")
 
@@ -33,7 +35,7 @@ class Box(NamedTuple):
         return f"[{', '.join(f'{a}:{b}' for a, b in zip(self.start, self.stop, strict=True))}]"
 
 
-class MissingRangeError(MegatronFTError):
+class MissingRangeError(LayoutMismatchError):
     """No source holds some boxes of a global tensor; ``boxes`` are disjoint."""
 
     def __init__(self, name: str, boxes: Sequence[Box]) -> None:
@@ -183,3 +185,122 @@ def fill(target: Window, sources: Iterable[tuple[Source, Window]]) -> list[Copy[
 def _copy(source: Source, held: Window, wanted: Window) -> Copy[Source]:
     shape = held.box.shape
     return Copy(source, shape, held.offset, held.stride, wanted.offset, wanted.stride)
+
+
+class Stored(NamedTuple):
+    """One tensor of an old shard."""
+
+    shard_id: str
+    entry: LayoutEntry
+
+
+class Fill(NamedTuple):
+    """One copy out of an old shard into a new one; both tensors are of the same dtype."""
+
+    copy: Copy[Stored]
+    target: LayoutEntry
+
+
+_PLACE = re.compile(r"(?P<before>.*?)dp(?P<dp>\d+)(?P<behind>.*)")
+
+
+def place_of(shard_id: str) -> tuple[str, int]:
+    """The model-parallel place of a shard, and its number among the shards of that place."""
+    found = _PLACE.fullmatch(shard_id)
+    return (f"{found['before']}*{found['behind']}", int(found["dp"])) if found else (shard_id, 0)
+
+
+def related(shard_id: str, old: Iterable[str]) -> tuple[str, ...]:
+    """The old shards of the model-parallel place of a new one, the nearest first.
+
+    The one of the same data-parallel number comes first, or if there is none, those from this
+    number modulo theirs on.
+    """
+    place, number = place_of(shard_id)
+    peers = sorted((place_of(one)[1], one) for one in old if place_of(one)[0] == place)
+    numbers = [one for one, _ in peers]
+    first = numbers.index(number) if number in numbers else number % max(1, len(peers))
+    return tuple(one for _, one in peers[first:] + peers[:first])
+
+
+def origins_of(shard_id: str, old: Iterable[str]) -> tuple[str, ...]:
+    """The old shards whose small objects a new one is given: its nearest, and the job's first."""
+    names = sorted(old, key=lambda one: (place_of(one)[1], one))
+    return tuple(dict.fromkeys((*related(shard_id, names)[:1], names[0])))
+
+
+class OldTensors:
+    """The tensors of all old shards, by global name; ``ranks`` says where the shards are."""
+
+    def __init__(self, layouts: Mapping[str, ShardLayout], ranks: Mapping[str, int]) -> None:
+        self._shards, self._ranks = tuple(sorted(layouts)), ranks
+        self._placed: dict[str, list[tuple[Stored, Window]]] = {}
+        self._plain: dict[str, dict[str, LayoutEntry]] = {}
+        for shard_id in self._shards:
+            for entry in layouts[shard_id].entries:
+                if entry.logical is None:
+                    self._plain.setdefault(entry.name, {})[shard_id] = entry
+                    continue
+                for window in windows(entry):
+                    stored = (Stored(shard_id, entry), window)
+                    self._placed.setdefault(window.name, []).append(stored)
+
+    def fills(self, shard_id: str, layout: ShardLayout, rank: int) -> Iterator[Fill]:
+        """The copies that make a new shard, which is on this rank of the world.
+
+        Of equal sources those on the same rank are preferred, then those that have given least.
+        MissingRangeError for elements that no old shard holds, LayoutMismatchError for a tensor of
+        another shape: it is another model.
+        """
+        given: Counter[str] = Counter()
+        for entry in layout.entries:
+            if entry.alias_of:
+                continue
+            for window in windows(entry):
+                found = self._sources(shard_id, entry, window)
+                if entry.logical is not None:
+                    found.sort(key=lambda one: self._cost(one[0].shard_id, rank, given))
+                try:
+                    copies = fill(window, found)
+                except MissingRangeError as error:
+                    raise MissingRangeError(f"{window.name} of {shard_id}", error.boxes) from error
+                for copy in copies:
+                    given[copy.source.shard_id] += math.prod(copy.shape)
+                    yield Fill(copy, entry)
+
+    def _cost(self, shard_id: str, rank: int, given: Mapping[str, int]) -> tuple[bool, int, str]:
+        return self._ranks[shard_id] != rank, given.get(shard_id, 0), shard_id
+
+    def _sources(
+        self, shard_id: str, entry: LayoutEntry, window: Window
+    ) -> list[tuple[Stored, Window]]:
+        """All that may fill a window: nothing of another dtype.
+
+        A tensor without a logical place is what its name says at its model-parallel place alone.
+        """
+        if entry.logical is not None:
+            found = self._placed.get(window.name, [])
+            for stored, held in found:
+                _require_shape(window.name, stored, held.shape, window.shape)
+            return [one for one in found if one[0].entry.dtype == entry.dtype]
+        named = self._plain.get(entry.name, {})
+        nearest = [one for one in related(shard_id, self._shards) if one in named]
+        for one in nearest:
+            _require_shape(entry.name, Stored(one, named[one]), named[one].shape, entry.shape)
+        return [
+            (Stored(one, named[one]), held)
+            for one in nearest
+            if named[one].dtype == entry.dtype
+            for held in windows(named[one])
+        ]
+
+
+def _require_shape(
+    name: str, stored: Stored, held: tuple[int, ...], wanted: tuple[int, ...]
+) -> None:
+    if held != wanted:
+        raise LayoutMismatchError(
+            f"{name} has the shape {list(wanted)}, in the snapshot ({stored.shard_id}) "
+            f"{list(held)}: another model, or another padding of its vocabulary. Run with the "
+            "model of the snapshot, or under another --job name; the snapshot stays in memory"
+        )

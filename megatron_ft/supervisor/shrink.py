@@ -1,0 +1,92 @@
+"""Shrink: with how many nodes a job continues that has lost some and has no spare.
+
+The next recovery reshapes what is in memory to the ranks of the nodes that are chosen here
+(recovery.py, reshape.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_ft.core.fault_points import reach
+from megatron_ft.core.identity import SHRINK, RankRule
+from megatron_ft.core.scheme import Scheme
+from megatron_ft.erasure.stripes import Domains, members_of, possible_scheme
+from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.membership import Inventories, Membership
+from megatron_ft.supervisor.placement import choose_active
+from megatron_ft.supervisor.spec import JobSpec
+
+
+def shrink(
+    spec: JobSpec,
+    state: JobState,
+    members: Membership,
+    observers: Observers,
+    admitted: Inventories,
+) -> bool:
+    """Have the job continue with fewer nodes if it shall and can; whether it does.
+
+    If it shall and cannot, the reason is emitted, and nodes and memory are as before.
+    """
+    if spec.settings.on_no_spare != SHRINK:
+        return False
+    active, rule = members.active, state.record.rank_rule
+    chosen: list[str] = []
+    if rule is None:
+        reasons = ["its ranks have not said yet with how many they could"]
+    else:
+        there = members.usable(admitted)
+        left = [*(n for n in active if n in there), *(n for n in there if n not in active)]
+        chosen, reasons = fewer_nodes(
+            left, len(active), spec.ranks_per_node, rule, spec.domains, spec.scheme
+        )
+    if not chosen:
+        text = "; ".join(reasons) or "no node is left"
+        observers.emit("not_shrunk", f"the job cannot continue with fewer nodes: {text}")
+        return False
+    reach("shrink.chosen")
+    before = len(active)
+    members.train_on(chosen)
+    reach("shrink.noted")
+    text = f"continuing with {len(chosen)} nodes instead of {before}, {members.ranks} ranks"
+    observers.emit(
+        "shrunk",
+        f"{text}, protected by {members.scheme}: {', '.join(chosen)}",
+        nodes=chosen,
+        ranks=members.ranks,
+    )
+    return True
+
+
+def fewer_nodes(
+    left: Sequence[str],
+    before: int,
+    ranks_per_node: int,
+    rule: RankRule,
+    domains: Domains,
+    scheme: Scheme,
+) -> tuple[list[str], list[str]]:
+    """As many of the nodes that are ``left`` as the job can continue with, fewer than ``before``.
+
+    Nodes that come first are preferred.  Each has ``ranks_per_node`` ranks; if ``scheme`` has
+    parity, some stripes over them keep the rule of failure domains.  Empty if no number will do;
+    the reasons say why each larger one does not.  Pure.
+    """
+    reasons: list[str] = []
+    for count in range(min(len(left), before - 1), 0, -1):
+        chosen = choose_active(left, count, domains, scheme)
+        reason = rule.against(count * ranks_per_node) or _unprotected(chosen, domains, scheme)
+        if not reason:
+            return chosen, reasons
+        reasons.append(f"{count} nodes: {reason}")
+    return [], reasons
+
+
+def _unprotected(nodes: Sequence[str], domains: Domains, scheme: Scheme) -> str:
+    """The reason why no stripes can be made of these nodes; empty if some can."""
+    largest = max(map(len, members_of(nodes, domains).values()))
+    if not scheme.parity_members or possible_scheme(len(nodes), largest, scheme) is not None:
+        return ""
+    return f"no stripes of their failure domains survive a loss: {', '.join(nodes)}"
