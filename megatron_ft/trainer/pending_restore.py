@@ -67,7 +67,7 @@ class PendingRestore:
     def give_layout(self, layout: ShardLayout, form: bytes) -> Path:
         """Write where encoders read it what the shard is to be reshaped to; the file."""
         path = Path(m.layout_path(str(self._client.node_folder() / self._shard_id)))
-        private_files.rewrite_file(path, pack_meta(layout.to_bytes(), {}, form))
+        private_files.replace_file(path, pack_meta(layout.to_bytes(), {}, form))
         return path
 
     def reshaped(self, prepared: m.Prepared) -> None:

@@ -140,6 +140,7 @@ class Job:
     register_timeout_seconds: float = 600.0
     on_no_spare: str = "stop"
     root: Path | None = None
+    name: str = ""
     networked: bool = False
     """Whether every node has a network of its own, to be cut."""
     place: str = HOST
@@ -154,7 +155,7 @@ class Job:
     """Faults that strike at the first event of a kind, before anything follows from it."""
 
     def __post_init__(self) -> None:
-        self.name = f"test-{uuid.uuid4().hex[:8]}"
+        self.name = self.name or f"test-{uuid.uuid4().hex[:8]}"
         names = [f"n{i}" for i in range(self.nodes + self.spares)]
         self.network = NodeNetwork(self.name, names).open() if self.networked else None
         given = (self.name, names, self.root, self.network, self.place)

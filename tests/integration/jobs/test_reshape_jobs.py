@@ -1,0 +1,173 @@
+"""Jobs that continue with other ranks, from memory: the result is that of any number of them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ft.core.errors import LayoutMismatchError
+from megatron_ft.supervisor.membership import NoSpareError
+from tests.programs import elastic_training as program
+from tests.support.jobs import Fault, Job
+
+ITERATIONS = 60
+
+
+def elastic_job(folder: Path, nodes: int = 4, **changes: Any) -> Job:
+    given = {"protect": "rs:3+1", "on_no_spare": "shrink", **changes}
+    return Job(folder, nodes=nodes, command=command(folder), **given)
+
+
+def command(folder: Path, **flags: Any) -> tuple[str, ...]:
+    words = {"folder": folder, "iterations": ITERATIONS, **flags}
+    pairs = [word for name, value in words.items() for word in (f"--{name}", str(value))]
+    return (sys.executable, program.__file__, *pairs)
+
+
+def lose(*nodes: str) -> Fault:
+    def strike(job: Job) -> None:
+        for node in nodes:
+            job.cluster.kill_node(node)
+
+    return strike
+
+
+def finish(job: Job) -> None:
+    (job.folder / "gate").touch()
+
+
+def told(job: Job, kind: str) -> list[str]:
+    return [event.text for event in job.events if event.kind == kind]
+
+
+def check(folder: Path, ranks: int, iterations: int = ITERATIONS) -> None:
+    """All elements are as they must be, bit by bit, and the last ranks held each of them once."""
+    parts = [torch.load(folder / f"end-{rank}-{ranks}") for rank in range(ranks)]
+    wanted = program.expected(iterations)
+    starts = np.cumsum([0, *(len(vector) for _, vector, _ in parts)])
+    assert [start for start, *_ in parts] == starts[:-1].tolist()
+    for number, whole in enumerate(wanted):
+        found = torch.cat([part[1 + number] for part in parts]).numpy()
+        assert found.tobytes() == whole.tobytes(), f"tensor {number} of {ranks} ranks"
+
+
+@pytest.mark.parametrize("lost", ["n0", "n3"])
+def test_three_nodes_continue_for_four(made: list[Job], tmp_path: Path, lost: str) -> None:
+    job = elastic_job(tmp_path)
+    made.append(job)
+    job.run((10, lose(lost)), (30, finish))
+    (line,) = told(job, "shrunk")
+    assert "3 nodes instead of 4, 3 ranks, protected by rs:2+1" in line
+    (line,) = told(job, "reshaped")
+    assert "4 shards reshaped to 3" in line, job.story()
+    assert not told(job, "from_disk") and not told(job, "salvaging"), job.story()
+    check(tmp_path, 3)
+
+
+def test_nodes_are_lost_one_after_the_other(made: list[Job], tmp_path: Path) -> None:
+    job = elastic_job(tmp_path)
+    made.append(job)
+
+    def lose_once_protected(job: Job) -> None:
+        """The second loss comes when the first is made up for."""
+        assert job.supervisor.coordinator.protected is not None
+        lose("n1")(job)
+
+    job.run((10, lose("n0")), (30, lose_once_protected), (45, finish))
+    first, second = told(job, "reshaped")
+    assert "4 shards reshaped to 3" in first and "3 shards reshaped to 2" in second, job.story()
+    check(tmp_path, 2)
+
+
+def test_a_node_is_lost_while_the_snapshot_of_the_new_layout_has_no_parity(
+    made: list[Job], tmp_path: Path
+) -> None:
+    """The old layout's parity makes up for both losses together."""
+    job = elastic_job(tmp_path, protect="rs:2+2")
+    job.at_event = {"reshaped": lose("n1")}
+    made.append(job)
+    job.run((10, lose("n0")), (30, finish))
+    check(tmp_path, 2)
+
+
+@pytest.mark.parametrize("kind", ["shrunk", "restoring", "trainers_started", "reshaped"])
+def test_a_supervisor_that_ends_meanwhile_is_followed_by_one_that_continues(
+    made: list[Job], tmp_path: Path, kind: str
+) -> None:
+    job = elastic_job(tmp_path)
+    made.append(job)
+
+    def lose_and_interrupt(job: Job) -> None:
+        job.at_event = {kind: Job.interrupt}
+        lose("n2")(job)
+
+    with pytest.raises(asyncio.CancelledError):
+        job.run((10, lose_and_interrupt))
+    job.run((20, finish))
+    assert len(told(job, "shrunk")) == 1, job.story()
+    check(tmp_path, 3)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "spares", "per_node", "protect"),
+    [
+        pytest.param(3, 1, 1, "rs:2+1", id="fewer"),
+        pytest.param(6, 0, 1, "rs:3+1", id="more"),
+        pytest.param(4, 0, 2, "xor:4", id="other ranks and scheme"),
+    ],
+)
+def test_the_same_job_is_started_again_with_other_ranks(
+    made: list[Job], tmp_path: Path, nodes: int, spares: int, per_node: int, protect: str
+) -> None:
+    first = elastic_job(tmp_path)
+    made.append(first)
+    with pytest.raises(asyncio.CancelledError):
+        first.run((10, Job.interrupt))
+    again = elastic_job(
+        tmp_path,
+        nodes,
+        spares=spares,
+        ranks_per_node=per_node,
+        protect=protect,
+        name=first.name,
+    )
+    made.append(again)
+    again.run((30, finish))
+    assert told(again, "reshaped"), again.story()
+    check(tmp_path, nodes * per_node)
+
+
+def test_another_model_is_refused_and_memory_kept(made: list[Job], tmp_path: Path) -> None:
+    job = elastic_job(tmp_path)
+    made.append(job)
+    with pytest.raises(asyncio.CancelledError):
+        job.run((10, Job.interrupt))
+    job.command = command(tmp_path, elements=program.ELEMENTS + 1)
+    with pytest.raises(LayoutMismatchError, match=r"momentum has the shape \[100004\]"):
+        job.run((30, finish))
+    job.command = command(tmp_path)
+    job.run((30, finish))
+    assert not told(job, "from_scratch"), job.story()
+    check(tmp_path, 4)
+
+
+def test_what_was_drained_serves_if_memory_cannot(made: list[Job], tmp_path: Path) -> None:
+    job = elastic_job(tmp_path, 2, protect="none", drain_dir=tmp_path / "drains", drain_interval=4)
+    made.append(job)
+    job.at_event = {"drained": lose("n1")}
+    job.run((30, finish))
+    assert "2 shards reshaped to 1" in told(job, "reshaped")[0], job.story()
+    check(tmp_path, 1)
+
+
+def test_a_job_that_may_not_shrink_stops(made: list[Job], tmp_path: Path) -> None:
+    job = elastic_job(tmp_path, on_no_spare="stop")
+    made.append(job)
+    with pytest.raises(NoSpareError):
+        job.run((10, lose("n1")))
