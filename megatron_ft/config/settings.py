@@ -186,6 +186,11 @@ class SnapshotConfig:
         "own has brought a host (what memory can serve is drained before), or shrink: continue "
         "with fewer data-parallel ranks, to which the snapshot is reshaped in memory.",
     )
+    grow: str = one_of(
+        ("auto", "off"),
+        "When nodes come back that a job has shrunk for: train on them again, from the next "
+        "boundary on, or not before the job is started anew.",
+    )
     register_timeout_seconds: float = seconds(
         600.0,
         "Longest wait at start-up for all ranks to register and for arenas to be made.",

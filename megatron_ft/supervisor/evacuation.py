@@ -1,8 +1,9 @@
-"""Evacuation of nodes: their ranks move to a spare, and no iteration is lost.
+"""Planned moves: ranks move to a spare, or to nodes that have come back; no iteration is lost.
 
-A user asks for it, an SMP that got SIGTERM, or a scheduler that drains a node.  The next iteration
-boundary is captured, and trainers stay there until the snapshot is committed with parity.  Then
-this incarnation ends, and the next one begins with the spare in the node's place.
+A user asks for an evacuation, an SMP that got SIGTERM, or a scheduler that drains a node.  A job
+that has shrunk grows when nodes are back.  The next iteration boundary is captured, and trainers
+stay there until the snapshot is committed with parity.  Then this incarnation ends, and the next
+one begins with the other nodes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -30,6 +31,9 @@ STAY_SECONDS = 30.0
 
 AHEAD_SECONDS = 0.25
 """The boundary lies so far ahead that no rank passes it before it knows; doubled at each try."""
+
+GROW_AGAIN_SECONDS = 60.0
+"""Time from one growth of a job to the next; doubled each time, as nodes may come and go."""
 
 TRIES = 3
 PATIENCE_SECONDS = 600.0
@@ -111,8 +115,11 @@ class Evacuations:
         members: Membership,
         world: WorldKeeper,
         redundant: bool,
+        more_nodes: Callable[[Collection[str]], list[str]],
     ) -> None:
+        """``more_nodes`` says with which of the nodes that are there the job could grow."""
         self.stopping, self.standing = False, 0.0
+        self._more_nodes, self._growths, self._grow_after = more_nodes, 0, 0.0
         self._launcher, self._coordinator, self._members = launcher, coordinator, members
         self._world, self._redundant = world, redundant
         self._drained: set[str] = set()
@@ -125,6 +132,10 @@ class Evacuations:
         """Answer requests; returns when this incarnation must end so that a spare takes over."""
         while True:
             request = await self._next()
+            if request is None:
+                if await self._grow():
+                    return Failure("nodes are back", asked=True)
+                continue
             node, reason = request.node, self._standing().against(request.node)
             if request.undo:
                 self._undo(request)
@@ -133,7 +144,7 @@ class Evacuations:
             if moves:
                 self._note(request, "moving", f"{node} is being evacuated ({request.reason})")
                 await self._world.prepare(self._members.active_without(node))
-                reason = await self._capture(node)
+                reason = await self._capture() or self._standing().against(node)
             if reason:
                 self._coordinator.permit_again()
                 self._world.drop_prepared()
@@ -159,8 +170,8 @@ class Evacuations:
             text = f"{node} is evacuated: {spare} has its ranks, {lost} iterations are lost"
             self._note(request, "moved", text)
 
-    async def _next(self) -> m.Evacuate:
-        """The oldest request; the scheduler is asked at times, as it tells nobody."""
+    async def _next(self) -> m.Evacuate | None:
+        """The oldest request, None if the job could grow; the scheduler tells nobody."""
         coordinator = self._coordinator
         while not coordinator.evacuations:
             coordinator.evacuation_asked.clear()
@@ -168,6 +179,9 @@ class Evacuations:
                 await asyncio.wait_for(coordinator.evacuation_asked.wait(), POLL_SECONDS)
             if not coordinator.evacuations:
                 await self._look()
+            larger = await asyncio.to_thread(self._larger)
+            if larger and not coordinator.evacuations:
+                return None
         request = next(iter(coordinator.evacuations.values()))
         if request.reason != m.ON_REQUEST:
             await asyncio.sleep(SETTLE_SECONDS)
@@ -195,7 +209,36 @@ class Evacuations:
             stopping=self.stopping,
         )
 
-    async def _capture(self, node: str) -> str:
+    async def _grow(self) -> bool:
+        """Have the job continue with the nodes that are back too; whether it does."""
+        self._grow_after = time.monotonic() + GROW_AGAIN_SECONDS * 2**self._growths
+        emit, chosen = self._coordinator.observers.emit, self._more_nodes(self._reachable())
+        self._growths += 1
+        reason = await self._capture()
+        if reason or not chosen:
+            self._coordinator.permit_again()
+            emit("not_grown", f"the job stays with {len(self._members.active)} nodes: {reason}")
+            return False
+        before = len(self._members.active)
+        self._members.train_on(chosen)
+        text = f"nodes are back: continuing with {len(chosen)} instead of {before}"
+        text += f", {self._members.ranks} ranks: {', '.join(chosen)}"
+        emit("grown", text, nodes=chosen, ranks=self._members.ranks)
+        return True
+
+    def _larger(self) -> list[str]:
+        """The nodes with which the job could grow now; empty if it cannot, or shall not yet."""
+        coordinator = self._coordinator
+        if not self._redundant or coordinator.paused or self.stopping:
+            return []
+        if time.monotonic() < self._grow_after or coordinator.protected is None:
+            return []
+        return self._more_nodes(self._reachable())
+
+    def _reachable(self) -> list[str]:
+        return list(filter(self._launcher.reachable, self._launcher.nodes()))
+
+    async def _capture(self) -> str:
         """Have a boundary committed at which trainers stay; the reason if that fails, or ""."""
         coordinator, reason = self._coordinator, ""
         for attempt in range(TRIES):
@@ -213,7 +256,7 @@ class Evacuations:
             reason = loss_of_move(ended, reached, None if safe is None else safe.snapshot)
             if not reason:
                 self._note_standing()
-                return self._standing().against(node)
+                return ""
         return reason
 
     def _note_standing(self) -> None:

@@ -25,7 +25,6 @@ from megatron_ft.core.errors import (
     StaleIncarnationError,
 )
 from megatron_ft.core.fault_points import reach
-from megatron_ft.core.identity import SHRINK
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import check_domains, crowded, members_of, possible_scheme
 from megatron_ft.launchers.launcher import Launcher, NodeUnreachable
@@ -507,7 +506,7 @@ def _other_size(spec: JobSpec, record: JobRecord, nodes: Sequence[str]) -> bool:
     it began with.  ConfigError if more of its nodes are out of reach than parity makes up for.
     """
     kept = len(record.active)
-    shrunk = spec.settings.on_no_spare == SHRINK and kept < spec.nodes
+    shrunk = kept < spec.nodes == record.nodes
     ranks = (kept if shrunk else spec.nodes) * spec.ranks_per_node
     if not kept or ((kept == spec.nodes or shrunk) and len(record.shards) in (0, ranks)):
         return False

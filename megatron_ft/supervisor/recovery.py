@@ -195,6 +195,7 @@ class Recovery:
         self._state.update(
             incarnation=coordinator.incarnation,
             active=tuple(members.active),
+            nodes=spec.nodes,
         )
         choice = await self._disk.look(memory, self._state.record)
         if sources == "return" and choice.taken is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from functools import partial
 
 from megatron_ft.core.errors import (
     ConfigError,
@@ -30,6 +31,7 @@ from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.disk_restore import DiskRestores, LoadError
 from megatron_ft.supervisor.drains import Drains, noted_places
+from megatron_ft.supervisor.elastic import more_nodes, shrink
 from megatron_ft.supervisor.emergency_drain import EmergencyDrain
 from megatron_ft.supervisor.encoder_world import EncoderWorld, WorldKeeper
 from megatron_ft.supervisor.evacuation import Evacuations
@@ -42,7 +44,6 @@ from megatron_ft.supervisor.processes import TrainerFleet
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
 from megatron_ft.supervisor.recovery import RebuildError, Recovery
 from megatron_ft.supervisor.schedule import Pacing
-from megatron_ft.supervisor.shrink import shrink
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.watch import JobWatch
 
@@ -105,7 +106,12 @@ class Supervisor:
         self.coordinator.listeners.append(self._pacing.on_event)
         redundant = bool(spec.scheme.parity_members)
         self.evacuations = Evacuations(
-            launcher, self.coordinator, self.members, self.world, redundant
+            launcher,
+            self.coordinator,
+            self.members,
+            self.world,
+            redundant,
+            partial(more_nodes, spec, state, self.members),
         )
         self._watch = JobWatch(self.coordinator, spec.settings, spec.log_dir)
         self.observers.add(self._note_commit)

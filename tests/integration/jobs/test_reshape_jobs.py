@@ -20,8 +20,9 @@ ITERATIONS = 60
 
 
 def elastic_job(folder: Path, nodes: int = 4, **changes: Any) -> Job:
+    flags = changes.pop("command_flags", {})
     given = {"protect": "rs:3+1", "on_no_spare": "shrink", **changes}
-    return Job(folder, nodes=nodes, command=command(folder), **given)
+    return Job(folder, nodes=nodes, command=command(folder, **flags), **given)
 
 
 def command(folder: Path, **flags: Any) -> tuple[str, ...]:
@@ -160,10 +161,25 @@ def test_another_model_is_refused_and_memory_kept(made: list[Job], tmp_path: Pat
 def test_what_was_drained_serves_if_memory_cannot(made: list[Job], tmp_path: Path) -> None:
     job = elastic_job(tmp_path, 2, protect="none", drain_dir=tmp_path / "drains", drain_interval=4)
     made.append(job)
-    job.at_event = {"drained": lose("n1")}
-    job.run((30, finish))
+    job.at_event = {"drained": lose("n1"), "reshaped": finish}
+    job.run()
     assert "2 shards reshaped to 1" in told(job, "reshaped")[0], job.story()
     check(tmp_path, 1)
+
+
+def test_a_job_grows_when_its_node_is_back(made: list[Job], tmp_path: Path) -> None:
+    """No iteration is lost: the boundary was captured."""
+    iterations = 1200
+    job = elastic_job(tmp_path, command_flags={"iterations": iterations})
+    made.append(job)
+    job.at_event = {"grown": finish}
+    job.run((10, lose("n1")), (40, lambda job: job.cluster.revive("n1")))
+    (line,) = told(job, "grown")
+    assert "continuing with 4 instead of 3, 4 ranks" in line, job.story()
+    assert "3 shards reshaped to 4" in told(job, "reshaped")[1], job.story()
+    last = [e for e in job.events if e.kind == "restoring"][-1]
+    assert last.fields["iterations_lost"] == 0, job.story()
+    check(tmp_path, 4, iterations)
 
 
 def test_a_job_that_may_not_shrink_stops(made: list[Job], tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ GIVEN = {
     "--hang-seconds": "44.0",
     "--restart": "new-process",
     "--on-no-spare": "shrink",
+    "--grow": "off",
 }
 
 

@@ -29,11 +29,11 @@ from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.megatron.fewer_ranks import refusals, rule_of
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.disk_restore import DiskRestores
+from megatron_ft.supervisor.elastic import fewer_nodes, shrink
 from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.job_state import JobRecord, JobState
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.registration import Registration
-from megatron_ft.supervisor.shrink import fewer_nodes, shrink
 from megatron_ft.supervisor.spec import JobSpec
 from tests.support.disk_samples import JOB, SHARDS, Memory
 

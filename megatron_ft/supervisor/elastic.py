@@ -1,4 +1,4 @@
-"""Shrink: with how many nodes a job continues that has lost some and has no spare.
+"""Elastic jobs: with which nodes a job continues that has lost some, or has some back.
 
 The next recovery reshapes what is in memory to the ranks of the nodes that are chosen here
 (recovery.py, reshape.py).
@@ -6,7 +6,7 @@ The next recovery reshapes what is in memory to the ranks of the nodes that are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SHRINK, RankRule
@@ -58,6 +58,23 @@ def shrink(
         ranks=members.ranks,
     )
     return True
+
+
+def more_nodes(
+    spec: JobSpec, state: JobState, members: Membership, there: Collection[str]
+) -> list[str]:
+    """The nodes with which a job continues that had shrunk; empty if it stays as it is.
+
+    ``there`` are nodes that can be reached.  Those that train stay, in their order.
+    """
+    active, rule = members.active, state.record.rank_rule
+    if spec.settings.grow == "off" or len(active) >= spec.nodes or rule is None:
+        return []
+    more = [n for n in there if n not in active and n not in members.leaving]
+    chosen, _ = fewer_nodes(
+        [*active, *more], spec.nodes + 1, spec.ranks_per_node, rule, spec.domains, spec.scheme
+    )
+    return chosen if len(chosen) > len(active) and set(active) <= set(chosen) else []
 
 
 def fewer_nodes(
