@@ -35,6 +35,9 @@ SCALES = "_scales"
 APEX_MASTERS = "param_groups_master"
 """Attribute in which Apex's FusedAdam keeps masters of its own, outside its state."""
 
+SCALE = ".scale"
+"""Ends the names under which those scales are captured."""
+
 StateMaker = Callable[[Any, dict[str, Any], torch.Tensor], dict[str, Any]]
 """Makes what the first step of (optimizer, in this group, for this parameter) would begin with."""
 
@@ -127,7 +130,7 @@ def state_tensors(inner: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor
     kept = inner.state[parameter].items()
     found = {name: value for name, value in kept if isinstance(value, torch.Tensor)}
     if scales := getattr(inner, SCALES, None):
-        found |= {f"{name}.scale": value for name, value in scales.get(parameter, {}).items()}
+        found |= {f"{name}{SCALE}": value for name, value in scales.get(parameter, {}).items()}
     return found
 
 
@@ -224,7 +227,7 @@ class MasterTensors:
                 numbered.append(master)
             if scales := getattr(inner, SCALES, None):
                 for key, value in scales.get(parameter, {}).items():
-                    found[f"{begin}{key}.scale"] = as_captured(value)
+                    found[f"{begin}{key}{SCALE}"] = as_captured(value)
         self._numbered = numbered
         return found
 
