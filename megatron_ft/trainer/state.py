@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -135,6 +135,29 @@ class HasCheckpointForm(Protocol):
 
     def checkpoint_form(self) -> bytes:
         """An opaque description, the same in every incarnation; kept beside each snapshot."""
+
+
+@runtime_checkable
+class Reshapes(Protocol):
+    """A state that can take a snapshot of another layout: its tensors by their logical places.
+
+    A tensor without a place is the same on every rank.
+    """
+
+    def expect_reshape(self) -> None:
+        """Called once before the layout is planned: create what a fresh process lacks.
+
+        Raises LayoutMismatchError if tensors cannot come from another layout.
+        """
+
+    def reshape_objects(
+        self, shard_id: str, origins: Sequence[tuple[str, dict[str, Any]]]
+    ) -> dict[str, Any]:
+        """What ``load`` takes on the rank ``shard_id``, made of small objects of old shards.
+
+        ``origins`` are old shard ids with objects: the nearest shard first, and at least the first
+        of the old job.  Raises LayoutMismatchError if they have no meaning here.
+        """
 
 
 def live_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
