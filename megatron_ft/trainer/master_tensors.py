@@ -67,6 +67,13 @@ def create_state(
     check_known(inner, parameter)
 
 
+def create_missing(inner: Any) -> None:
+    """Create the state of each parameter that is trained and has none yet."""
+    for group, parameter in parameters(inner):
+        if parameter.requires_grad and not inner.state.get(parameter):
+            create_state(inner, group, parameter)
+
+
 def _maker(inner: Any, makers: Mapping[str, StateMaker]) -> StateMaker:
     if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
         return _adam
