@@ -7,6 +7,7 @@ as only the framework's integration knows it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
@@ -89,6 +90,24 @@ def shard_id(*, pp: int = 0, tp: int = 0, dp: int = 0, ep: int = 0) -> str:
     shard on any node.
     """
     return f"pp{pp}-tp{tp}-dp{dp}-ep{ep}"
+
+
+class ShardPlace(NamedTuple):
+    """Parts of a :func:`shard_id`."""
+
+    pp: int
+    tp: int
+    dp: int
+    ep: int
+
+
+_SHARD_ID = re.compile(r"pp(\d+)-tp(\d+)-dp(\d+)-ep(\d+)")
+
+
+def place_of_shard(shard: str) -> ShardPlace | None:
+    """The inverse of :func:`shard_id`; None for a name of another form."""
+    found = _SHARD_ID.fullmatch(shard)
+    return ShardPlace(*map(int, found.groups())) if found else None
 
 
 def on_lineage(snapshot: SnapshotId, lineage: Sequence[Ancestor]) -> bool:

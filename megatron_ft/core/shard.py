@@ -174,6 +174,11 @@ class ShardLayout(msgspec.Struct, frozen=True, array_like=True):
         return {entry.name: entry for entry in self.entries}
 
 
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a tensor whose last dimension is dense."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
 def align(offset: int) -> int:
     """The next multiple of 64 bytes: a cache line, and enough for every dtype."""
     return -(-offset // ALIGNMENT) * ALIGNMENT

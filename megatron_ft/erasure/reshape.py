@@ -320,7 +320,7 @@ def _sealed(
             end = max(end, entry.offset + entry.nbytes)
     data[end : layout.tensor_bytes] = 0
     origins = dict[str, bytes]()
-    for old in origins_of(new_id, metas):
+    for old in origins_of(new_id, list(metas)):
         origins |= metas[old].origins or {old: metas[old].objects}
     meta = Meta(layout.to_bytes(), b"", shard.form, origins)
     record = digest.seal(

@@ -9,12 +9,12 @@ which is a few boxes.  Intersections of boxes are boxes too, so a plan is a list
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from megatron_ft.core.errors import LayoutMismatchError
+from megatron_ft.core.identity import place_of_shard
 from megatron_ft.core.shard import LayoutEntry, LogicalPlace, Piece, ShardLayout
 
 Source = TypeVar("Source")
@@ -201,32 +201,31 @@ class Fill(NamedTuple):
     target: LayoutEntry
 
 
-_PLACE = re.compile(r"(?P<before>.*?)dp(?P<dp>\d+)(?P<behind>.*)")
-
-
-def place_of(shard_id: str) -> tuple[str, int]:
-    """The model-parallel place of a shard, and its number among the shards of that place."""
-    found = _PLACE.fullmatch(shard_id)
-    return (f"{found['before']}*{found['behind']}", int(found["dp"])) if found else (shard_id, 0)
-
-
-def related(shard_id: str, old: Iterable[str]) -> tuple[str, ...]:
+def related(shard_id: str, old: Iterable[str], *, experts: bool = True) -> tuple[str, ...]:
     """The old shards of the model-parallel place of a new one, the nearest first.
 
     The one of the same data-parallel number comes first, or if there is none, those from this
-    number modulo theirs on.
+    number modulo theirs on.  Without ``experts`` the place is that in the dense part of the model.
     """
-    place, number = place_of(shard_id)
-    peers = sorted((place_of(one)[1], one) for one in old if place_of(one)[0] == place)
-    numbers = [one for one, _ in peers]
-    first = numbers.index(number) if number in numbers else number % max(1, len(peers))
+    place = place_of_shard(shard_id)
+    if place is None:
+        return (shard_id,) if shard_id in old else ()
+    peers = []
+    for one in old:
+        other = place_of_shard(one)
+        if other is not None and other[:2] == place[:2] and (other.ep == place.ep or not experts):
+            peers.append((other.dp, one))
+    peers.sort()
+    numbers = [number for number, _ in peers]
+    same = place.dp in numbers
+    first = numbers.index(place.dp) if same else place.dp % max(1, len(peers))
     return tuple(one for _, one in peers[first:] + peers[:first])
 
 
-def origins_of(shard_id: str, old: Iterable[str]) -> tuple[str, ...]:
+def origins_of(shard_id: str, old: Sequence[str]) -> tuple[str, ...]:
     """The old shards whose small objects a new one is given: its nearest, and the job's first."""
-    names = sorted(old, key=lambda one: (place_of(one)[1], one))
-    return tuple(dict.fromkeys((*related(shard_id, names)[:1], names[0])))
+    nearest = related(shard_id, old)[:1] or related(shard_id, old, experts=False)[:1]
+    return tuple(dict.fromkeys((*nearest, min(old))))
 
 
 class OldTensors:

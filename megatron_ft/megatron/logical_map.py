@@ -23,6 +23,7 @@ from megatron_ft.core.shard import LogicalPlace, Piece
 from megatron_ft.megatron import save_form
 from megatron_ft.megatron.optimizer import MAIN, WEIGHT, Master, is_distributed, optimizer_parts
 from megatron_ft.megatron.save_form import SaveForm, meta_key, sharded_tensors
+from megatron_ft.megatron.small_places import buffer_places, step_places
 from megatron_ft.trainer import master_tensors
 from megatron_ft.trainer.addresses import AddressBook, TensorWindow
 from megatron_ft.trainer.plan import dtype_name
@@ -264,7 +265,7 @@ class Description:
     """Logical map (``places``) and checkpoint form (``form``) of one rank.
 
     Where Megatron cannot describe the model, or saves what no snapshot holds, the form says
-    so and a warning says why: snapshots work without it, export does not.
+    so (``problem``) and a warning says why: snapshots work without it, export does not.
     """
 
     def __init__(
@@ -274,22 +275,22 @@ class Description:
         self.places: dict[str, LogicalPlace] = {}
         self._args = args
         self._known = dict(vars(args))
-        state, problem = b"", ""
+        state, self.problem = b"", ""
         try:
             saved = save_form.build(model, optimizer, scheduler, args)
             pieces = model_pieces(saved.tree, tensors.model)
             self.places = _places(pieces, optimizer, tensors)
             state = describe(saved, tensors, pieces)
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-            logger.warning("snapshots of this run cannot be exported: %s", problem)
+            self.problem = f"{type(error).__name__}: {error}"
+            logger.warning("snapshots of this run cannot be exported: %s", self.problem)
         rank = torch.distributed.get_rank()
         self.form = CheckpointForm(
             framework=FRAMEWORK,
             release=megatron_version(),
             rank=rank,
             state=state,
-            problem=problem,
+            problem=self.problem,
         ).to_bytes()
 
     def changed_arguments(self) -> dict[str, Any]:
@@ -311,8 +312,11 @@ def _places(
     pieces: Mapping[str, tuple[Piece, ...]], optimizer: Any, tensors: RankTensors
 ) -> dict[str, LogicalPlace]:
     names = {id(tensor): name for name, tensor in tensors.model.items()}
+    buffers = tensors.captured.keys() & tensors.model.keys()
     return {
         **model_places(tensors.captured, pieces),
+        **buffer_places({name: tensors.model[name] for name in buffers}, pieces),
+        **step_places(tensors.masters, names, pieces),
         **optimizer_places(tensors.masters, optimizer, names, pieces),
     }
 

@@ -42,6 +42,9 @@ FUSED = "FusedAdam"
 SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult")
 """Values of a parameter group that Megatron's schedule reads, in the place of its own values."""
 
+_GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""Of releases that do not say."""
+
 WEIGHT = ".weight_copy"
 """Ends the names of low-precision weights that are captured beside their masters."""
 
@@ -142,6 +145,14 @@ def load_group_scalars(
     for part, groups in zip(optimizer_parts(optimizer), scalars, strict=True):
         taken = [{n: v for n, v in group.items() if n not in own} for group in groups]
         master_tensors.load_group_scalars(part.optimizer, taken)
+
+
+def group_identity() -> tuple[str, ...]:
+    """The keys by which Megatron tells parameter groups apart when it loads a checkpoint."""
+    from megatron.core.optimizer import optimizer
+
+    found = getattr(optimizer, "param_group_identifier_keys", _GROUP_IDENTITY)
+    return tuple(found)
 
 
 def state_numbers(optimizer: Any) -> list[dict[int, dict[str, Any]]]:

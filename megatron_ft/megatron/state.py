@@ -18,7 +18,7 @@ from megatron_ft.checkpoint.native import wish_of
 from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.core.shard import LogicalPlace
 from megatron_ft.megatron import optimizer as optimizers
-from megatron_ft.megatron import state_parts
+from megatron_ft.megatron import reshaped_objects, state_parts
 from megatron_ft.megatron.logical_map import Description, RankTensors
 from megatron_ft.megatron.optimizer import MAIN, WEIGHT
 from megatron_ft.megatron.state_parts import (
@@ -32,7 +32,7 @@ from megatron_ft.trainer import master_tensors
 from megatron_ft.trainer.master_tensors import MasterTensors, Owned, as_captured
 from megatron_ft.trainer.module_tree import extra_states, load_extra_states
 from megatron_ft.trainer.start_choice import WISH
-from megatron_ft.trainer.state import host_copy
+from megatron_ft.trainer.state import host_copy, live_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class MegatronState:
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._args = args
+        self._sizes = reshaped_objects.parallel_sizes(args)
         self._iteration = 0
         self._operations: float = 0
         self._data_iterator: Any = None
@@ -166,6 +167,8 @@ class MegatronState:
             "rerun_machine": host_copy(state_parts.capture_rerun_machine(self._data_iterator)),
             "random": capture_random_states(),
             WISH: wish_of(self._args),
+            reshaped_objects.SIZES: self._sizes,
+            "copied_weights": len(self._weights),
             "fixed_arguments": state_parts.fixed_arguments(self._args),
             "arguments": self._description.changed_arguments(),
         }
@@ -210,8 +213,7 @@ class MegatronState:
         self._args.num_floating_point_operations_so_far = self._operations
         state_parts.restore_samples(self._args, objects["samples"])
         # Groups before the schedule, which computes rates from what they hold.
-        overriding = getattr(self._args, "override_opt_param_scheduler", False)
-        own = optimizers.SCHEDULED if overriding else ()
+        own = self._own_group_values()
         optimizers.load_group_scalars(self._optimizer, objects["groups"], own=own)
         optimizers.load_state_numbers(self._optimizer, objects["numbers"])
         optimizers.load_scaler_states(self._optimizer, objects["scalers"])
@@ -219,7 +221,43 @@ class MegatronState:
         load_extra_states(self._tree.keeping, objects["modules"])
         state_parts.restore_rerun_machine(objects["rerun_machine"])
         self._loaded = objects
-        restore_random_states(objects["random"])
+        self._restore_random_states(objects)
+
+    def _restore_random_states(self, objects: dict[str, Any]) -> None:
+        """Set them, unless they are of another layout: then the rank's own stay."""
+        if objects["random"] is not None:
+            restore_random_states(objects["random"])
+
+    def expect_reshape(self) -> None:
+        """LayoutMismatchError naming captured tensors that cannot come from another layout."""
+        unknown = sorted(live_tensors(self).keys() - self._description.places.keys())
+        if unknown:
+            reason = self._description.problem or "each rank's is its own"
+            raise LayoutMismatchError(
+                f"{len(unknown)} tensors have no known place in the unsharded model, {unknown[0]} "
+                f"first ({reason}), so the snapshot cannot be taken into another layout: start "
+                "with the old flags and number of ranks"
+            )
+
+    def reshape_objects(
+        self, shard_id: str, origins: Sequence[tuple[str, dict[str, Any]]]
+    ) -> dict[str, Any]:
+        """Objects for ``load`` from those of old shards, by the rules of Megatron's own loader."""
+        from megatron.training.utils import print_rank_0
+
+        self.expect_reshape()
+        identity = [
+            key for key in optimizers.group_identity() if key not in self._own_group_values()
+        ]
+        objects, notes = reshaped_objects.reshaped(self.objects(), shard_id, origins, identity)
+        for note in notes:
+            print_rank_0(f"  snapshot of another layout: {note}")
+        return objects
+
+    def _own_group_values(self) -> tuple[str, ...]:
+        """Values of parameter groups that the flags decide, and not the snapshot."""
+        overriding = getattr(self._args, "override_opt_param_scheduler", False)
+        return optimizers.SCHEDULED if overriding else ()
 
     def begin(self, data_iterator: Any) -> None:
         """The data iterators exist: training begins.
@@ -233,5 +271,5 @@ class MegatronState:
             if self._loaded is not None:
                 state_parts.restore_position(data_iterator, self._loaded["data_position"])
         if self._loaded is not None:
-            restore_random_states(self._loaded["random"])
+            self._restore_random_states(self._loaded)
             self._loaded = None

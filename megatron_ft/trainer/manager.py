@@ -209,6 +209,7 @@ class SnapshotManager:
             return 0
         state = self._adapt(into)
         if isinstance(offer, ReshapeOffer):
+            self._pending.expect_reshape(state)
             self._registered = self._register(state)
             self._pending.reshaped(self._registered.arena)
             offer = self._pending.get()

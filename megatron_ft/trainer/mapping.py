@@ -7,7 +7,8 @@ any of these objects may hold other tensors than last time without being another
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, compress
@@ -18,8 +19,13 @@ import torch
 
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
 from megatron_ft.core.objects import PLAIN, Lasting, Part, decode, encode
+from megatron_ft.core.shard import LogicalPlace
+from megatron_ft.trainer import master_tensors
 from megatron_ft.trainer.addresses import DENSE
-from megatron_ft.trainer.state import TrainingState
+from megatron_ft.trainer.dtensor_places import dtensor_places
+from megatron_ft.trainer.state import RngState, TrainingState
+
+logger = logging.getLogger(__name__)
 
 SMALL_BYTES = 16384
 """Tensors of unknown Stateful objects up to this size travel with the small objects: a
@@ -32,6 +38,8 @@ _KIND, _LENGTH = attrgetter("layout", "is_nested"), attrgetter("nbytes")
 _STRIDED = {(torch.strided, False)}
 _NAMES = "names"
 _STRUCTURES = "structures"
+_OWN = "own"
+"""Names of the mapping's entries that a load leaves as they are."""
 
 
 @dataclass
@@ -248,6 +256,51 @@ class MappingState:
                 return group
         return None
 
+    def logical_map(self) -> dict[str, LogicalPlace]:
+        """Places of DTensors in their whole, which goes by the same name."""
+        return dtensor_places(self._current().handles).places
+
+    def expect_reshape(self) -> None:
+        """Create the moments of optimizers; LayoutMismatchError if a DTensor has no place."""
+        for name, value in self._state.items():
+            if isinstance(value, torch.optim.Optimizer):
+                self._create_moments(name, value)
+        self._found = None
+        problems = dtensor_places(self._current().handles).problems
+        if problems:
+            name, reason = min(problems.items())
+            raise LayoutMismatchError(
+                f"{len(problems)} DTensors cannot come from a snapshot of another layout, {name} "
+                f"first: {reason}; start with the old number of ranks"
+            )
+
+    @staticmethod
+    def _create_moments(name: str, optimizer: torch.optim.Optimizer) -> None:
+        try:
+            master_tensors.create_missing(optimizer)
+        except ConfigError as error:
+            raise LayoutMismatchError(
+                f"{name} has no moments yet for those of another layout: {error}"
+            ) from error
+
+    def reshape_objects(
+        self, shard_id: str, origins: Sequence[tuple[str, dict[str, Any]]]
+    ) -> dict[str, Any]:
+        """The objects of the same shard, or of the nearest without its random states."""
+        for name, objects in origins:
+            if name == shard_id:
+                return objects
+        name, objects = origins[0]
+        own = sorted(key for key, value in self._state.items() if isinstance(value, RngState))
+        logger.warning(
+            "%s was not in the snapshot's layout: %s begin as the program has seeded them, all "
+            "else is as on %s",
+            shard_id,
+            ", ".join(own) or "no random states",
+            name,
+        )
+        return {**objects, _OWN: own}
+
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take tensors that an object will create when it loads, such as Adam's moments."""
         for name in tensors:
@@ -268,8 +321,10 @@ class MappingState:
                 f"the state mapping and the snapshot differ in {', '.join(differing)}; "
                 "load with the mapping that save() is called with"
             )
+        own = objects.get(_OWN, ())
         for name, value in decode(objects[_STRUCTURES], _taken_from(handles)).items():
-            self._load_one(name, value)
+            if name not in own:
+                self._load_one(name, value)
         self._adopted, self._found = {}, None
 
     def _load_one(self, name: str, value: Any) -> None:

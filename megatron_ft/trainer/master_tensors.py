@@ -35,6 +35,9 @@ SCALES = "_scales"
 APEX_MASTERS = "param_groups_master"
 """Attribute in which Apex's FusedAdam keeps masters of its own, outside its state."""
 
+SCALE = ".scale"
+"""Ends the names under which those scales are captured."""
+
 StateMaker = Callable[[Any, dict[str, Any], torch.Tensor], dict[str, Any]]
 """Makes what the first step of (optimizer, in this group, for this parameter) would begin with."""
 
@@ -62,6 +65,13 @@ def create_state(
     if all(value is None for value in state.values()):
         state.update(maker(inner, group, parameter))
     check_known(inner, parameter)
+
+
+def create_missing(inner: Any) -> None:
+    """Create the state of each parameter that is trained and has none yet."""
+    for group, parameter in parameters(inner):
+        if parameter.requires_grad and not inner.state.get(parameter):
+            create_state(inner, group, parameter)
 
 
 def _maker(inner: Any, makers: Mapping[str, StateMaker]) -> StateMaker:
@@ -127,7 +137,7 @@ def state_tensors(inner: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor
     kept = inner.state[parameter].items()
     found = {name: value for name, value in kept if isinstance(value, torch.Tensor)}
     if scales := getattr(inner, SCALES, None):
-        found |= {f"{name}.scale": value for name, value in scales.get(parameter, {}).items()}
+        found |= {f"{name}{SCALE}": value for name, value in scales.get(parameter, {}).items()}
     return found
 
 
@@ -224,7 +234,7 @@ class MasterTensors:
                 numbered.append(master)
             if scales := getattr(inner, SCALES, None):
                 for key, value in scales.get(parameter, {}).items():
-                    found[f"{begin}{key}.scale"] = as_captured(value)
+                    found[f"{begin}{key}{SCALE}"] = as_captured(value)
         self._numbered = numbered
         return found
 

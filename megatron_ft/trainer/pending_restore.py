@@ -17,7 +17,7 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.client import ReshapeOffer, RestoreOffer, TrainerClient
 from megatron_ft.trainer.identity_check import require_same_layout
 from megatron_ft.trainer.restore import SealedShard, read_objects, restore_shard
-from megatron_ft.trainer.state import TrainingState
+from megatron_ft.trainer.state import TrainingState, require_reshapes
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,11 @@ class PendingRestore:
     def reshapes(self) -> bool:
         """True if the offer waits for the layout of this rank."""
         return isinstance(self._offer, ReshapeOffer)
+
+    def expect_reshape(self, into: TrainingState) -> None:
+        """LayoutMismatchError if the state cannot take a snapshot of another layout."""
+        with self._reporting():
+            require_reshapes(into).expect_reshape()
 
     def give_layout(self, layout: ShardLayout, form: bytes) -> Path:
         """Write where encoders read it what the shard is to be reshaped to; the file."""

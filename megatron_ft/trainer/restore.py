@@ -34,7 +34,12 @@ from megatron_ft.trainer.plan import (
     exchange_device,
     plan_state,
 )
-from megatron_ft.trainer.state import AdoptsTensors, Reshapes, TrainingState, live_tensors
+from megatron_ft.trainer.state import (
+    AdoptsTensors,
+    TrainingState,
+    live_tensors,
+    require_reshapes,
+)
 
 Report = Callable[[int], None]
 
@@ -113,7 +118,7 @@ def restore_shard(shard: SealedShard, state: TrainingState) -> ShardLayout:
         _copy(shard.cut(plain.offsets, plain.lengths), addresses, shard)
     else:
         _fill_one_by_one(layout, shard, state, live)
-    state.load(_objects_for(meta, state))
+    state.load(_objects_for(meta, shard.record.shard_id, state))
     now = live_tensors(state)
     if plain is None or addresses is None or not plain.lie_there(addresses, live, now):
         require_same_layout(layout, plan_state(state))
@@ -127,17 +132,13 @@ def read_objects(shard: SealedShard) -> dict[str, Any]:
     return objects
 
 
-def _objects_for(meta: Meta, state: TrainingState) -> dict[str, Any]:
+def _objects_for(meta: Meta, shard_id: str, state: TrainingState) -> dict[str, Any]:
     """What ``state.load`` takes; of a shard that was reshaped, made of its origins' objects."""
     if not meta.origins:
         objects: dict[str, Any] = decode(meta.objects)
         return objects
-    if not isinstance(state, Reshapes):
-        raise LayoutMismatchError(
-            f"the snapshot is of another layout, and {type(state).__name__} cannot be reshaped: "
-            "run with the layout of the snapshot"
-        )
-    return state.reshape_objects([(name, decode(raw)) for name, raw in meta.origins.items()])
+    origins = [(name, decode(raw)) for name, raw in meta.origins.items()]
+    return require_reshapes(state).reshape_objects(shard_id, origins)
 
 
 def _fill_one_by_one(

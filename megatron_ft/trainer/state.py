@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.core.shard import LogicalPlace
 
 
@@ -130,22 +131,44 @@ class HasLogicalMap(Protocol):
 
 
 @runtime_checkable
-class Reshapes(Protocol):
-    """A state that can start from a snapshot of another layout."""
-
-    def reshape_objects(self, origins: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-        """The small objects for ``load``, made of those of old shards, the nearest first.
-
-        Each comes with its shard id.  LayoutMismatchError if they do not do for this layout.
-        """
-
-
-@runtime_checkable
 class HasCheckpointForm(Protocol):
     """A state that says once what its framework would write to disk of it."""
 
     def checkpoint_form(self) -> bytes:
         """An opaque description, the same in every incarnation; kept beside each snapshot."""
+
+
+@runtime_checkable
+class Reshapes(Protocol):
+    """A state that can take a snapshot of another layout: its tensors by their logical places.
+
+    A tensor without a place is the same on every rank.
+    """
+
+    def expect_reshape(self) -> None:
+        """Called once before the layout is planned: create what a fresh process lacks.
+
+        Raises LayoutMismatchError if tensors cannot come from another layout.
+        """
+
+    def reshape_objects(
+        self, shard_id: str, origins: Sequence[tuple[str, dict[str, Any]]]
+    ) -> dict[str, Any]:
+        """What ``load`` takes on the rank ``shard_id``, made of small objects of old shards.
+
+        ``origins`` are old shard ids with objects: the nearest shard first, and at least the first
+        of the old job.  Raises LayoutMismatchError if they have no meaning here.
+        """
+
+
+def require_reshapes(state: TrainingState) -> Reshapes:
+    """The state, if it can take a snapshot of another layout; LayoutMismatchError if not."""
+    if not isinstance(state, Reshapes):
+        raise LayoutMismatchError(
+            f"the snapshot is of another layout, and {type(state).__name__} cannot be reshaped: "
+            "start with the old flags and number of ranks"
+        )
+    return state
 
 
 def live_tensors(state: TrainingState) -> dict[str, torch.Tensor]:

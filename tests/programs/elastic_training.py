@@ -74,7 +74,12 @@ class OwnedRange:
     def objects(self) -> dict[str, Any]:
         return {"iteration": self.iteration, "elements": self.elements}
 
-    def reshape_objects(self, origins: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    def expect_reshape(self) -> None:
+        pass
+
+    def reshape_objects(
+        self, shard_id: str, origins: Sequence[tuple[str, dict[str, Any]]]
+    ) -> dict[str, Any]:
         return origins[0][1]
 
     def load(self, objects: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from megatron_ft.config import SnapshotConfig
 from tests.support import megatron_host
-from tests.support.late_capture import ArenaManager
+from tests.support.late_capture import RESHAPE_FROM, ArenaManager, ReshapingManager
 
 PLUGINS = "TEST_PLUGINS"
 """Functions to call before training, "module:function", separated by blanks."""
@@ -31,7 +31,8 @@ def make_manager(config: SnapshotConfig) -> ArenaManager:
     """The manager of this rank."""
     from megatron_ft.megatron.run import place_of_rank
 
-    return ArenaManager(config, place_of_rank(), _weights)
+    kind = ReshapingManager if RESHAPE_FROM in os.environ else ArenaManager
+    return kind(config, place_of_rank(), _weights)
 
 
 def preload() -> None:

@@ -12,7 +12,7 @@ import os
 import pickle
 import random
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -21,19 +21,31 @@ import numpy as np
 import torch
 
 from megatron_ft.arena.arena import Arena
+from megatron_ft.checkpoint.source import OpenSnapshot
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.identity import RankRule
+from megatron_ft.core.objects import decode
 from megatron_ft.erasure.stripes import RankPlace
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.client import RestoreOffer
 from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.manager import SnapshotManager
 from megatron_ft.trainer.state import live_tensors
-from tests.support.arena_folder import SLOT, arena_path, header_of, plan, read_record, record_path
+from tests.support.arena_folder import (
+    SLOT,
+    arena_path,
+    header_of,
+    open_arenas,
+    plan,
+    read_record,
+    record_path,
+)
 from tests.support.captures import FakeSmp
 
 SAVE_AT, SAVE_TO, LOAD_FROM = "TEST_SAVE_AT", "TEST_SAVE_TO", "TEST_LOAD_FROM"
 SCHEME, RANKS_PER_NODE = "TEST_SCHEME", "TEST_RANKS_PER_NODE"
+RESHAPE_FROM = "TEST_RESHAPE_FROM"
+"""A folder of arenas of another layout."""
 NO_OFFER = "TEST_NO_OFFER"
 """The rank that is offered nothing, if one is to be."""
 
@@ -101,6 +113,11 @@ def poison(tensors: Iterable[torch.Tensor]) -> None:
     torch.manual_seed(99)
     np.random.seed(99)
     random.seed(99)
+    overwrite(tensors)
+
+
+def overwrite(tensors: Iterable[torch.Tensor]) -> None:
+    """Make nothing of what these hold useful."""
     with torch.no_grad():
         for tensor in tensors:
             tensor.fill_(float("nan") if tensor.is_floating_point() else True)
@@ -166,3 +183,32 @@ class ArenaManager(SnapshotManager):
     def close(self) -> None:
         self._late.fence_reached.set()
         super().close()
+
+
+class ReshapingManager(ArenaManager):
+    """Restores from the arenas of a job with another layout, each rank by itself."""
+
+    @property
+    def offered_iteration(self) -> int:
+        with ExitStack() as stack:
+            return self._old(stack).info.iteration
+
+    def offered_objects(self) -> dict[str, Any]:
+        with ExitStack() as stack:
+            objects: dict[str, Any] = decode(next(iter(self._old(stack).values())).objects)
+            return objects
+
+    def load(self, into: Any) -> int:
+        # It imports this module.
+        from tests.support.reshaping import reshape_into
+
+        # Not the generators: a rank may have to keep what they were seeded with.
+        overwrite(self._of(into))
+        with ExitStack() as stack:
+            old = self._old(stack)
+            compared = reshape_into(self._adapt(into), old, self.shard_id)
+            print(f"reshaped {compared} tensors with a place", flush=True)
+            return old.info.iteration
+
+    def _old(self, stack: ExitStack) -> OpenSnapshot:
+        return open_arenas(Path(os.environ[RESHAPE_FROM]), stack)
