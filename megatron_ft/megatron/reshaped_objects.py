@@ -20,7 +20,7 @@ Group = dict[str, Any]
 SIZES = "sizes"
 """The name of :func:`parallel_sizes` among the small objects."""
 
-_EXPERT = "is_expert_parallel"
+_EXPERT, _STEP = "is_expert_parallel", "step"
 _ADVICE = "start with the old flags and number of ranks, or continue from a checkpoint on disk"
 _PIPELINE_FLAGS = (
     "pipeline_model_parallel_layout",
@@ -135,11 +135,15 @@ def _groups(
     """The scalars of old parameter groups in the order of ``own``.
 
     Without expert parallelism experts are in the groups of all other parameters, so a group that
-    is found under no name is looked for without that key.
+    is found under no name is looked for without that key.  FusedAdam counts no steps in groups
+    without parameters on its rank, so that all groups get the highest (as of Megatron's
+    ``_synchronize_steps``, all that have parameters have the same).
     """
     every = [group for origin in old for part in origin.objects["groups"] for group in part]
     known = _by_key(every, identity)
     loosely = _by_key(every, [key for key in identity if key != _EXPERT])
+    steps = [group[_STEP] for group in every if _STEP in group]
+    step = {_STEP: max(steps, key=float)} if steps else {}
     made = []
     for part in own:
         found = [known(group) or loosely(group) for group in part]
@@ -150,14 +154,15 @@ def _groups(
                     f"are told apart by {', '.join(identity)}: {_ADVICE}"
                 )
         pairs = zip(part, found, strict=True)
-        made.append([{**(values or {}), **_only(group, (_EXPERT,))} for group, values in pairs])
+        kept = [{**(values or {}), **_only(group, (_EXPERT,)), **step} for group, values in pairs]
+        made.append(kept)
     return made
 
 
 def _by_key(groups: Sequence[Group], identity: Sequence[str]) -> Callable[[Group], Group | None]:
     """A function that finds the group with the key of another; None if there is none.
 
-    LayoutMismatchError if several differ in more than ``is_expert_parallel``.
+    LayoutMismatchError if several differ in more than ``is_expert_parallel`` and the step.
     """
     found: dict[bytes, list[Group]] = {}
     for group in groups:
@@ -165,7 +170,7 @@ def _by_key(groups: Sequence[Group], identity: Sequence[str]) -> Callable[[Group
 
     def find(wanted: Group) -> Group | None:
         same = found.get(encode(_key(wanted, identity)), [])
-        if len({encode({**group, _EXPERT: None}) for group in same}) > 1:
+        if len({encode({**group, _EXPERT: None, _STEP: None}) for group in same}) > 1:
             raise LayoutMismatchError(
                 f"several parameter groups with {_key(wanted, identity)} differ: {_ADVICE}"
             )

@@ -168,6 +168,14 @@ def apex_adam() -> None:
     _use_adam(fused_adam.FusedAdam)
 
 
+def installed_apex_adam() -> None:
+    """The same, and Megatron's own checkpoints know of it."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    apex_adam()
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
 def capturable_adam() -> None:
     """The same with ``step`` as a tensor."""
     _use_adam(type("FusedAdam", (_Capturable,), {}))

@@ -27,8 +27,8 @@ def sizes(tp: int = 1, pp: int = 1, dp: int = 4, **more: Any) -> Objects:
     return parallel_sizes(args) | more
 
 
-def group(wd_mult: float, step: int = 0, *, expert: bool = False) -> Objects:
-    return {"wd_mult": wd_mult, "is_expert_parallel": expert, "step": step}
+def group(wd_mult: float, rate: int = 0, *, expert: bool = False, **more: int) -> Objects:
+    return {"wd_mult": wd_mult, "is_expert_parallel": expert, "rate": rate, **more}
 
 
 def objects(where: Objects, iteration: int = 7, **more: Any) -> Objects:
@@ -69,6 +69,13 @@ def test_groups_are_found_by_their_identity_in_any_optimizer_of_any_shard() -> N
     other = objects(sizes(), groups=[[group(1.0, 9, expert=True)]])
     made = make(fresh, (shard_id(pp=0), first), (shard_id(dp=1), other)).objects["groups"]
     assert made == [[group(1.0, 9, expert=True)], [group(0.0, 6), group(1.0, 5)]]
+
+
+def test_all_groups_get_the_step_of_those_that_had_parameters() -> None:
+    old = objects(sizes(), groups=[[group(1.0, step=0), group(0.0, step=6)], [group(2.0)]])
+    fresh = own(sizes(pp=2), groups=[[group(2.0), group(0.0), group(1.0)]])
+    (made,) = make(fresh, (shard_id(), old)).objects["groups"]
+    assert [found["step"] for found in made] == [6, 6, 6]
 
 
 def test_experts_that_are_spread_only_now_take_the_groups_of_all_others() -> None:
