@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from megatron_ft.checkpoint.reshape import Window, fill, windows
 
 from megatron_ft.checkpoint.captured import GlobalTensors, StoredTensors
 from megatron_ft.checkpoint.source import OpenSnapshot, ShardParts
 from megatron_ft.core.identity import ShardPlace, place_of_shard
 from megatron_ft.core.objects import decode
 from megatron_ft.core.shard import LayoutEntry, LogicalPlace
+from megatron_ft.erasure.reshape_plan import Window, fill, windows
 from megatron_ft.trainer.plan import dtype_name, plan_state
 from megatron_ft.trainer.state import Reshapes, TrainingState, live_tensors, same_bits
 from tests.support.late_capture import overwrite
