@@ -53,7 +53,7 @@ def shrink(
     text = f"continuing with {len(chosen)} nodes instead of {before}, {members.ranks} ranks"
     observers.emit(
         "shrunk",
-        f"{text}, protected by {members.scheme}: {', '.join(chosen)}",
+        f"{text}: {', '.join(chosen)}; protected by {members.scheme}",
         nodes=chosen,
         ranks=members.ranks,
     )

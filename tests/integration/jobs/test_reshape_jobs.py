@@ -64,7 +64,7 @@ def test_three_nodes_continue_for_four(made: list[Job], tmp_path: Path, lost: st
     made.append(job)
     job.run((10, lose(lost)), (30, finish))
     (line,) = told(job, "shrunk")
-    assert "3 nodes instead of 4, 3 ranks, protected by rs:2+1" in line
+    assert "3 nodes instead of 4, 3 ranks: " in line and "protected by rs:2+1" in line
     (line,) = told(job, "reshaped")
     assert "4 shards reshaped to 3" in line, job.story()
     assert not told(job, "from_disk") and not told(job, "salvaging"), job.story()
