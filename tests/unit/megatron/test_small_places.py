@@ -75,11 +75,13 @@ def places_of(own: tuple[Piece, ...], **kept: Any) -> Any:
     parameter = torch.nn.Parameter(torch.zeros(4))
     inner = torch.optim.SGD([parameter])
     inner.state[parameter] = kept
+    inner._scales = {parameter: {"exp_avg": torch.zeros(())}}  # type: ignore[attr-defined]
     master = Master("optimizer0.w", parameter, parameter, inner, True)
     return step_places([master], {id(parameter): "w"}, {"w": own})
 
 
 def test_steps_of_all_layers_are_one_tensor() -> None:
+    """A scale is no part of one: it belongs to the elements of one rank."""
     one = torch.zeros(())
     places = places_of((router(5),), step=one, exp_avg=torch.zeros(4), found=3)
     assert [*places] == ["optimizer0.w.step"]
