@@ -127,17 +127,20 @@ def end(command: Command, process: subprocess.Popen[str]) -> str:
     return told
 
 
+MORE = pytest.mark.all_layouts
+
+
 # Arrivals count from the loss of the node.
 @pytest.mark.parametrize(
     ("point", "nth"),
     [
-        ("shrink.chosen", 1),
-        ("shrink.noted", 1),
-        ("recovery.admitting", 2),
-        ("recovery.adopted", 1),
-        ("recovery.ready", 1),
+        pytest.param("shrink.chosen", 1, marks=MORE),
+        pytest.param("shrink.noted", 1, marks=MORE),
+        pytest.param("recovery.admitting", 2, marks=MORE),
+        pytest.param("recovery.adopted", 1, marks=MORE),
+        pytest.param("recovery.ready", 1, marks=MORE),
         ("reshape.sources", 1),
-        ("reshape.filled", 1),
+        pytest.param("reshape.filled", 1, marks=MORE),
     ],
 )
 def test_a_supervisor_that_is_killed_is_followed_by_one_that_continues(
@@ -154,7 +157,14 @@ def test_a_supervisor_that_is_killed_is_followed_by_one_that_continues(
     assert "4 shards reshaped to 3" in again or "reshaped" in told
 
 
-@pytest.mark.parametrize("point", ["reshape.ordered", "reshape.half", "reshape.source"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param("reshape.ordered", marks=MORE),
+        "reshape.half",
+        pytest.param("reshape.source", marks=MORE),
+    ],
+)
 def test_an_encoder_or_an_smp_that_is_killed_costs_another_attempt(
     command: Command, point: str
 ) -> None:

@@ -17,6 +17,7 @@ from tests.programs import elastic_training as program
 from tests.support.jobs import Fault, Job
 
 ITERATIONS = 60
+MORE = pytest.mark.all_layouts
 
 
 def elastic_job(folder: Path, nodes: int = 4, **changes: Any) -> Job:
@@ -58,7 +59,7 @@ def check(folder: Path, ranks: int, iterations: int = ITERATIONS) -> None:
         assert found.tobytes() == whole.tobytes(), f"tensor {number} of {ranks} ranks"
 
 
-@pytest.mark.parametrize("lost", ["n0", "n3"])
+@pytest.mark.parametrize("lost", ["n0", pytest.param("n3", marks=MORE)])
 def test_three_nodes_continue_for_four(made: list[Job], tmp_path: Path, lost: str) -> None:
     job = elastic_job(tmp_path)
     made.append(job)
@@ -97,7 +98,15 @@ def test_a_node_is_lost_while_the_snapshot_of_the_new_layout_has_no_parity(
     check(tmp_path, 2)
 
 
-@pytest.mark.parametrize("kind", ["shrunk", "restoring", "trainers_started", "reshaped"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("shrunk", marks=MORE),
+        "restoring",
+        pytest.param("trainers_started", marks=MORE),
+        pytest.param("reshaped", marks=MORE),
+    ],
+)
 def test_a_supervisor_that_ends_meanwhile_is_followed_by_one_that_continues(
     made: list[Job], tmp_path: Path, kind: str
 ) -> None:
@@ -119,7 +128,7 @@ def test_a_supervisor_that_ends_meanwhile_is_followed_by_one_that_continues(
     ("nodes", "spares", "per_node", "protect"),
     [
         pytest.param(3, 1, 1, "rs:2+1", id="fewer"),
-        pytest.param(6, 0, 1, "rs:3+1", id="more"),
+        pytest.param(6, 0, 1, "rs:3+1", id="more", marks=MORE),
         pytest.param(4, 0, 2, "xor:4", id="other ranks and scheme"),
     ],
 )
