@@ -56,7 +56,7 @@ class Origin(NamedTuple):
     objects: Objects
 
 
-class Reshaped(NamedTuple):
+class TakenOver(NamedTuple):
     """Objects for ``MegatronState.load``, and sentences about what is exact and what is not."""
 
     objects: dict[str, Any]
@@ -68,7 +68,7 @@ def reshaped(
     shard: str,
     origins: Sequence[tuple[str, dict[str, Any]]],
     identity: Sequence[str],
-) -> Reshaped:
+) -> TakenOver:
     """The objects of the rank ``shard``, which has ``own`` as built, from those of old shards.
 
     ``origins`` are shard ids with objects, the nearest first.  ``identity`` are the keys that tell
@@ -96,7 +96,7 @@ def reshaped(
         notes.append("begin anew, as when Megatron loads a checkpoint: random states")
     if first["rerun_machine"] is not None:
         notes.append("begins anew: statistics of the rerun machine")
-    return Reshaped(made, notes)
+    return TakenOver(made, notes)
 
 
 def _place(shard: str) -> ShardPlace:

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.core.identity import shard_id
-from megatron_ft.megatron.reshaped_objects import Reshaped, parallel_sizes, reshaped
+from megatron_ft.megatron.reshaped_objects import TakenOver, parallel_sizes, reshaped
 
 IDENTITY = ("wd_mult", "is_expert_parallel")
 Objects = dict[str, Any]
@@ -48,7 +48,7 @@ def objects(where: Objects, iteration: int = 7, **more: Any) -> Objects:
     } | more
 
 
-def make(own: Objects, *origins: tuple[str, Objects], shard: str = shard_id()) -> Reshaped:
+def make(own: Objects, *origins: tuple[str, Objects], shard: str = shard_id()) -> TakenOver:
     return reshaped(own, shard, list(origins), IDENTITY)
 
 
