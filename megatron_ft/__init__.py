@@ -13,11 +13,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from megatron_ft.config import SnapshotConfig
+    from megatron_ft.core.identity import RankRule
     from megatron_ft.core.object_classes import register_class
     from megatron_ft.trainer.manager import SnapshotManager
     from megatron_ft.trainer.resilient import run_resilient
 
 __all__ = [
+    "RankRule",
     "SnapshotConfig",
     "SnapshotManager",
     "__version__",
@@ -26,6 +28,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "RankRule": "megatron_ft.core.identity",
     "SnapshotConfig": "megatron_ft.config",
     "SnapshotManager": "megatron_ft.trainer.manager",
     "register_class": "megatron_ft.core.object_classes",

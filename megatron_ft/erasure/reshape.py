@@ -3,8 +3,9 @@
 All ranks learn the layouts of all old shards.  Each plans its own new shards and asks the others
 for what it lacks.  Then, in round r, every rank sends to the one r behind it what that one asked
 for, and takes in what it asked of the one r before it.  A block is verified by the rank that
-reads it, before its first byte is used.  The wait is always for the oldest transfer of a round,
-and all ranks have the same rounds, so no cycle can form.
+reads it, before its first byte is used; digests of what was sent are compared behind it.  The
+wait is always for the oldest transfer of a round, and all ranks have the same rounds, so no cycle
+can form.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 
 from megatron_ft.arena import digest
 from megatron_ft.arena.digest import BlockCheck
+from megatron_ft.core.errors import TransportError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.core.isal import Bytes
@@ -56,7 +58,7 @@ class NewShard:
     block_bytes: int
 
 
-class Reshaped(NamedTuple):
+class ReshapeResult(NamedTuple):
     """A shard that was made: bytes of its tensors, and how many came from other ranks."""
 
     record: SealedRecord
@@ -120,7 +122,7 @@ def reshape(
     *,
     snapshot: SnapshotId,
     iteration: int,
-) -> dict[str, Reshaped]:
+) -> dict[str, ReshapeResult]:
     """Fill and seal the ``new`` shards of this rank; all ranks of the world call it together.
 
     ``ranks`` says where every old shard is, ``held`` are those on this rank.  The result is of
@@ -246,6 +248,7 @@ class _Round:
     ) -> None:
         self._transport, self._readers, self._regions = transport, readers, regions
         self._flight: deque[tuple[list[Pending], Any, Any, Any]] = deque()
+        self._sent, self._taken = list[int](), list[int]()
 
     def run(
         self, to: int, asked: Sequence[_Wanted], source: int, copies: Sequence[Sequence[_Copy]]
@@ -275,6 +278,18 @@ class _Round:
             self._settle(EXCHANGES_IN_FLIGHT - 1)
             self._start(out, to, home, source)
         self._settle(0)
+        self._compare(to, source)
+
+    def _compare(self, to: int, source: int) -> None:
+        """TransportError if a piece has arrived with other bytes than were sent."""
+        mine, theirs = np.array(self._sent, np.uint64), np.zeros(len(self._taken), np.uint64)
+        _swap(self._transport, mine.view(np.uint8), to, theirs.view(np.uint8), source)
+        wrong = np.flatnonzero(theirs != np.array(self._taken, np.uint64))
+        if wrong.size:
+            raise TransportError(
+                f"{wrong.size} of {theirs.size} pieces from rank {source} arrived with other bytes "
+                "than were sent: look for a fault of the network or of memory"
+            )
 
     def _start(self, out: Any, to: int, home: Any, source: int) -> None:
         started: list[Pending] = []
@@ -284,15 +299,18 @@ class _Round:
             started.append(self._transport.irecv(buffer, source, RESHAPE_TAG))
         if out is not None:
             sent = _flat(np.ascontiguousarray(out))
+            self._sent.append(digest.digest_block(sent))
             started.append(self._transport.isend(sent, to, RESHAPE_TAG))
-        scattered = home is not None and not home.flags.c_contiguous
-        self._flight.append((started, sent, buffer if scattered else None, home))
+        self._flight.append((started, sent, buffer, home))
 
     def _settle(self, count: int) -> None:
         while len(self._flight) > count:
             pending, _, buffer, home = self._flight.popleft()
             self._transport.waitall(pending)
-            if buffer is not None:
+            if buffer is None:
+                continue
+            self._taken.append(digest.digest_block(buffer))
+            if not home.flags.c_contiguous:
                 np.copyto(home, buffer.view(home.dtype).reshape(home.shape))
 
 
@@ -310,7 +328,7 @@ def _sealed(
     rank: int,
     snapshot: SnapshotId,
     iteration: int,
-) -> Reshaped:
+) -> ReshapeResult:
     """Write what no copy fills, and the digests."""
     layout, data = shard.layout, shard.data
     end = 0
@@ -340,4 +358,4 @@ def _sealed(
         if copy.new_id == new_id
     ]
     received = sum(size for here, size in sizes if not here)
-    return Reshaped(record, sum(size for _, size in sizes), received)
+    return ReshapeResult(record, sum(size for _, size in sizes), received)

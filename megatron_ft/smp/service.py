@@ -22,6 +22,7 @@ from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.rpc import messages as m
+from megatron_ft.smp.effects import Effect, StorePermit, StoreSlot, ToCoordinator, ToTrainer
 from megatron_ft.smp.event_sender import EventSender, Send
 from megatron_ft.smp.heartbeats import NodeHeartbeats
 from megatron_ft.smp.node_folder import STATE_NAME, NodeState
@@ -34,14 +35,7 @@ from megatron_ft.smp.processes import (
     WriterProcess,
     Writers,
 )
-from megatron_ft.smp.state_machine import (
-    Effect,
-    NodeMachine,
-    StorePermit,
-    StoreSlot,
-    ToCoordinator,
-    ToTrainer,
-)
+from megatron_ft.smp.state_machine import NodeMachine
 from megatron_ft.smp.store import ArenaStore, free
 from megatron_ft.smp.survivors import Survivors
 

@@ -17,54 +17,20 @@ from megatron_ft.arena.format import Permit, SlotHeader, SlotState
 from megatron_ft.core.errors import StaleIncarnationError
 from megatron_ft.core.identity import SnapshotId, on_lineage
 from megatron_ft.rpc import messages as m
+from megatron_ft.smp.effects import (
+    Effect,
+    StorePermit,
+    StoreSlot,
+    ToCoordinator,
+    ToEncoder,
+    ToTrainer,
+)
 from megatron_ft.smp.slot_rules import capturing, ending, is_committed
 from megatron_ft.smp.slots import ShardSlots
 
 
 @dataclass(frozen=True)
-class StoreSlot:
-    """Write one slot header into its arena."""
-
-    shard_id: str
-    slot: int
-    header: SlotHeader
-
-
-@dataclass(frozen=True)
-class StorePermit:
-    """Write the permit word that the shard's trainer reads."""
-
-    shard_id: str
-    permit: Permit | None
-
-
-@dataclass(frozen=True)
-class ToTrainer:
-    """Send a message to the shard's trainer."""
-
-    shard_id: str
-    body: m.Message
-
-
-@dataclass(frozen=True)
-class ToEncoder:
-    """Send an order to the node's encoder."""
-
-    body: m.Message
-
-
-@dataclass(frozen=True)
-class ToCoordinator:
-    """Send an event to the coordinator."""
-
-    body: Any
-
-
-Effect = StoreSlot | StorePermit | ToTrainer | ToEncoder | ToCoordinator
-
-
-@dataclass(frozen=True)
-class Source:
+class SourceArena:
     """An arena of an older layout, of which shards of the present one are made; it never changes.
 
     ``path`` is that of its file, ``slots`` are its headers.
@@ -87,7 +53,7 @@ class NodeMachine:
         self.highest_incarnation = highest_incarnation
         self.shards: dict[str, ShardSlots] = {}
         self.paths: dict[str, str] = {}
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, SourceArena] = {}
         self.trainers: set[str] = set()
         self.world = ""
         self.newest: SnapshotId | None = None

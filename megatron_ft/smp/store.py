@@ -27,8 +27,9 @@ from megatron_ft.core.errors import (
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.rpc import messages as m
+from megatron_ft.smp.effects import StorePermit, StoreSlot
 from megatron_ft.smp.slots import ShardSlots
-from megatron_ft.smp.state_machine import NodeMachine, Source, StorePermit, StoreSlot
+from megatron_ft.smp.state_machine import NodeMachine, SourceArena
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +219,7 @@ class ArenaStore:
     def _enter_source(self, arena: Arena, machine: NodeMachine) -> None:
         shard_id = arena.header.shard_id
         self.sources[shard_id] = arena
-        machine.sources[shard_id] = Source(str(arena.path), tuple(_slots(arena)))
+        machine.sources[shard_id] = SourceArena(str(arena.path), tuple(_slots(arena)))
 
     def source_reports(self) -> tuple[m.ArenaReport, ...]:
         """The sources whose files are still in place, for an inventory."""

@@ -12,9 +12,10 @@ from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SHRINK, RankRule
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import Domains, members_of, possible_scheme
+from megatron_ft.supervisor.admission import Inventories
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.membership import Inventories, Membership
+from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.placement import choose_active
 from megatron_ft.supervisor.spec import JobSpec
 

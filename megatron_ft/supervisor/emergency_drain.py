@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from megatron_ft.core.errors import MegatronFTError
+from megatron_ft.supervisor.admission import Inventories
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.drains import Drains
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.membership import Inventories, Membership
+from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.recovery import Recovery, RestorePlan
 from megatron_ft.supervisor.spec import JobSpec
 

@@ -23,11 +23,12 @@ from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, SnapshotId, extend
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.admission import Inventories, LivingRanks
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.disk_restore import DiskRestores, DiskSource, lineage_before
 from megatron_ft.supervisor.encoder_world import WorldKeeper
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.membership import Inventories, LivingRanks, Membership
+from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.orders import (
     create_requests,
     orders_by_node,

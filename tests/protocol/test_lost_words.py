@@ -13,11 +13,11 @@ from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask
 from megatron_ft.rpc.sockets import JobKeys
+from megatron_ft.supervisor.admission import admit
 from megatron_ft.supervisor.connections import SmpLink
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import CyclePhase, SnapshotCycle
 from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.membership import admit
 from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.schedule import Schedule
 from tests.support.smp_node import SECRET, SmpNode, capture, create, run, say

@@ -5,7 +5,8 @@ from __future__ import annotations
 from megatron_ft.arena.format import SlotState
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp.state_machine import NodeMachine, ToCoordinator
+from megatron_ft.smp.effects import ToCoordinator
+from megatron_ft.smp.state_machine import NodeMachine
 from megatron_ft.supervisor.cycle import Action, CyclePhase, Send, SnapshotCycle
 from megatron_ft.supervisor.schedule import Schedule
 from tests.support.node_machine import (

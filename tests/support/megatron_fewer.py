@@ -9,6 +9,8 @@ from pathlib import Path
 from tests.support.megatron_jobs import Program, packaged
 
 ITERATIONS = 40
+NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
+"""On the CPU, Megatron's data loaders draw from the generator of dropout before it is restored."""
 
 
 def program() -> Program:

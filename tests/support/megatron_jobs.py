@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_ft.cli.chaos.trace import final_lines, read_trace
 from megatron_ft.cli.demo import demo_model
-from megatron_ft.cli.demo.final_state import Comparison, compare_runs, compare_states
+from megatron_ft.cli.demo.final_state import compare_runs, differences, final_path
 from megatron_ft.core.startup import before_script
 from megatron_ft.supervisor.orders import Timing
 from tests.programs.held_in_step import sitecustomize as held
@@ -162,14 +163,29 @@ def check_fewer_ranks(program: Program, corpus: Path, folder: Path, last: int, *
 
 
 def compare_fewer_ranks(program: Program, ours: Path, fewer: Path, last: int) -> None:
-    """The traces of 2 ranks after iteration ``last``, and their final states, are equal."""
-    result = Comparison()
+    """The traces of 2 ranks after iteration ``last``, and their final states, are equal.
+
+    But for random states, and a ``step`` that Megatron's loader leaves in each parameter group and
+    torch's optimizers never look at.
+    """
     for rank in range(2):
         after = steps_after(fewer, rank, last)
         assert list(after) == list(range(last + 1, program.iterations + 1))
         assert after == steps_after(ours, rank, last)
-        compare_states(result, rank, ours, fewer)
-    assert result.tensors and not result.differences, result.differences[:5]
+        finals = [_comparable(final_path(folder, rank)) for folder in (ours, fewer)]
+        found = differences(*finals)
+        assert not found, found[:5]
+
+
+def _comparable(path: Path) -> Any:
+    import torch
+
+    final: Any = torch.load(path, weights_only=True)
+    del final["random"]
+    for part in final["optimizers"]:
+        for group in part["groups"]:
+            group.pop("step", None)
+    return final
 
 
 def steps_after(trace: Path, rank: int, last: int) -> dict[int, tuple[str | None, list[int]]]:

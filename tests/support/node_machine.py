@@ -6,13 +6,10 @@ from megatron_ft.arena.format import Permit, SlotState
 from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
+from megatron_ft.smp.effects import Effect, StorePermit
 from megatron_ft.smp.slot_rules import EMPTY_SLOT
 from megatron_ft.smp.slots import ShardSlots
-from megatron_ft.smp.state_machine import (
-    Effect,
-    NodeMachine,
-    StorePermit,
-)
+from megatron_ft.smp.state_machine import NodeMachine
 from megatron_ft.supervisor.orders import stripe_orders
 from tests.protocol.model.memory import record_of
 

@@ -17,7 +17,7 @@ from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.orders import Timing
 from tests.support.fates import in_incarnation
 from tests.support.jobs import Fault, Job
-from tests.support.megatron_fewer import program
+from tests.support.megatron_fewer import NO_DROPOUT, program
 from tests.support.megatron_jobs import LONG_JOB, check_fewer_ranks
 from tests.support.megatron_layouts import EP2, PP2, TP2
 
@@ -38,7 +38,7 @@ def shrinking_job(
 ) -> Job:
     ours = {"snapshot-interval": 2, "on-no-spare": "shrink"}
     words = [word for name, value in ours.items() for word in (f"--inmem-{name}", str(value))]
-    training = [*program().flags(corpus, folder / "trace"), *flags]
+    training = [*program().flags(corpus, folder / "trace"), *NO_DROPOUT, *flags]
     return Job(
         folder,
         nodes=nodes,
@@ -85,7 +85,7 @@ def test_two_of_four_nodes_go_on_as_megatron_alone_would(
     assert "n2 takes the place of n1" in told(job, "spare"), job.story()
     assert [source for _, source in job.restores()] == ["parity", "parity"], job.story()
     last = next(e.fields["iteration"] for e in job.events if e.kind == "reshaped")
-    check_fewer_ranks(program(), megatron_corpus, tmp_path, last, *flags)
+    check_fewer_ranks(program(), megatron_corpus, tmp_path, last, *NO_DROPOUT, *flags)
 
 
 def test_what_cannot_go_on_stops_with_its_memory_drained(

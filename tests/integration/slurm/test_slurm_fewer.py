@@ -12,6 +12,7 @@ import pytest
 from megatron_ft.core.startup import before_script
 from tests.programs.held_in_step import sitecustomize as held
 from tests.support import slurm_cluster
+from tests.support.megatron_fewer import NO_DROPOUT
 from tests.support.megatron_jobs import check_fewer_ranks, has_reached, needs_megatron, packaged
 from tests.support.slurm_jobs import Submit
 
@@ -34,7 +35,7 @@ def test_megatrons_loop_goes_on_with_two_of_four_nodes(
     """A rank is held in mid-iteration until another node dies."""
     program = packaged(Path(str(distribution("megatron-core").locate_file(""))))
     trace = tmp_path / "trace"
-    words = [sys.executable, *program.flags(megatron_corpus, trace)]
+    words = [sys.executable, *program.flags(megatron_corpus, trace), *NO_DROPOUT]
     environment = before_script(program.environment(trace), Path(held.__file__).parent)
     job = submit(
         nodes=4,
@@ -53,4 +54,4 @@ def test_megatrons_loop_goes_on_with_two_of_four_nodes(
     assert "continuing with 2 nodes instead of 4, 2 ranks: n0, n1" in said, job.story()
     reshaped = re.search(r"iteration (\d+): 4 shards reshaped to 2", said)
     assert reshaped is not None, job.story()
-    check_fewer_ranks(program, megatron_corpus, tmp_path, int(reshaped.group(1)))
+    check_fewer_ranks(program, megatron_corpus, tmp_path, int(reshaped.group(1)), *NO_DROPOUT)

@@ -17,8 +17,8 @@ from megatron_ft.checkpoint.decide import Holding, usable
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp import slot_rules, slots, state_machine
+from megatron_ft.smp.effects import StoreSlot
 from megatron_ft.smp.slots import ShardSlots
-from megatron_ft.smp.state_machine import StoreSlot
 from megatron_ft.supervisor.cycle import Action, CyclePhase, SnapshotCycle
 from tests.protocol.model import memory
 from tests.protocol.model.disk import DiskSteps

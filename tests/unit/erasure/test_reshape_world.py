@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.arena.digest import read_meta, required_bytes, seal, verify_shard
-from megatron_ft.core.errors import LayoutMismatchError
+from megatron_ft.core.errors import LayoutMismatchError, TransportError
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.core.identity import shard_id as shard_name
 from megatron_ft.core.objects import decode
@@ -28,7 +28,7 @@ from megatron_ft.core.shard import (
 )
 from megatron_ft.erasure import reshape as module
 from megatron_ft.erasure.member import CorruptMemberError
-from megatron_ft.erasure.reshape import HeldShard, NewShard, Reshaped, reshape
+from megatron_ft.erasure.reshape import HeldShard, NewShard, ReshapeResult, reshape
 from megatron_ft.erasure.reshape_plan import MissingRangeError, origins_of, related
 from megatron_ft.erasure.transport import EXCHANGES_IN_FLIGHT
 from tests.support.erasure_samples import GARBAGE, ThreadWorld, WorldBroken
@@ -149,7 +149,7 @@ def run(
     new = {name: room(shard) for name, shard in wanted.items()}
     transports: list[Any] = []
 
-    def work(rank: int, transport: Any) -> dict[str, Reshaped]:
+    def work(rank: int, transport: Any) -> dict[str, ReshapeResult]:
         transports.append(transport)
         held = {name: old[name] for name, at in places.items() if at == rank}
         mine = {name: new[name] for name, at in homes.items() if at == rank}
@@ -220,7 +220,7 @@ def test_near_sources_are_preferred_and_bytes_of_far_ones_counted(swapped: bool)
     first = next(iter(wanted))
     places = {name: (name != first) ^ swapped for name in before}
 
-    def work(rank: int, transport: Any) -> dict[str, Reshaped]:
+    def work(rank: int, transport: Any) -> dict[str, ReshapeResult]:
         theirs = {name: before[name] for name, at in places.items() if at == rank}
         mine = {first: room(wanted[first])} if rank == 0 else {}
         return reshape(transport, places, theirs, mine, snapshot=NEW, iteration=40)
@@ -240,6 +240,29 @@ def test_a_shard_with_wrong_bytes_is_named_and_nothing_is_sealed() -> None:
     errors = [one for one in outcome.results if not isinstance(one, WorldBroken)]
     (error,) = [one for one in errors if isinstance(one, CorruptMemberError)]
     assert error.shard_id == "pp0-tp0-dp1-ep0"
+
+
+def test_bytes_that_change_on_the_way_are_noticed() -> None:
+    before = {n: sealed(n, shard) for n, shard in shards(tensors(), Shape(1, 2)).items()}
+    wanted = shards(tensors(), Shape(1, 1))
+    places = dict(zip(before, (0, 1), strict=True))
+
+    def work(rank: int, transport: Any) -> Any:
+        arrived: list[Any] = []
+
+        def flip(kind: Any, buffer: Any) -> None:
+            arrived.append(buffer)
+            if rank == 0 and buffer.nbytes == wanted_bytes // 2:
+                buffer[0] ^= 1
+
+        transport.on_received = flip
+        held = {name: before[name] for name, at in places.items() if at == rank}
+        new = {name: room(shard) for name, shard in wanted.items()} if rank == 0 else {}
+        return reshape(transport, places, held, new, snapshot=NEW, iteration=40)
+
+    wanted_bytes = wanted["pp0-tp0-dp0-ep0"].layout.by_name()["w1.main"].nbytes
+    error, _ = ThreadWorld(2).run(work)
+    assert isinstance(error, TransportError) and "pieces from rank 1 arrived" in str(error)
 
 
 def test_what_nobody_holds_is_named() -> None:

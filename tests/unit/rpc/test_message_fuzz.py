@@ -14,8 +14,9 @@ from megatron_ft.arena.format import Permit, SlotHeader
 from megatron_ft.core.errors import ArenaError, ControlPlaneError
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
+from megatron_ft.smp.effects import StorePermit, StoreSlot
 from megatron_ft.smp.slots import ShardSlots
-from megatron_ft.smp.state_machine import REACTIONS, NodeMachine, StorePermit, StoreSlot
+from megatron_ft.smp.state_machine import REACTIONS, NodeMachine
 from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.damage import DamagedShards
 from megatron_ft.supervisor.events import Observers

@@ -15,8 +15,9 @@ from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.control_server import ControlServer
+from megatron_ft.smp.effects import StoreSlot, ToCoordinator, ToEncoder
 from megatron_ft.smp.service import SmpService
-from megatron_ft.smp.state_machine import NodeMachine, StoreSlot, ToCoordinator, ToEncoder
+from megatron_ft.smp.state_machine import NodeMachine
 from megatron_ft.smp.store import ArenaStore
 from tests.support.arena_samples import make_record
 from tests.support.smp_node import create, service

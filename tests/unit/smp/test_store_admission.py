@@ -13,7 +13,8 @@ import pytest
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import FORMAT_VERSION, SlotHeader, SlotState
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.smp.state_machine import NodeMachine, StoreSlot
+from megatron_ft.smp.effects import StoreSlot
+from megatron_ft.smp.state_machine import NodeMachine
 from megatron_ft.smp.store import ArenaStore, free
 from tests.support.arena_damage import (
     arena_header,

@@ -14,11 +14,11 @@ from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor import coordinator as coordinator_module
+from megatron_ft.supervisor.admission import admit
 from megatron_ft.supervisor.connections import ARENA_TIMEOUT_SECONDS, SmpLink
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import CyclePhase, SnapshotCycle
 from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.membership import admit
 from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.schedule import Schedule
 from megatron_ft.supervisor.spec import raise_open_files

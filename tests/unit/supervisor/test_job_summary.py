@@ -18,11 +18,11 @@ from megatron_ft.rpc.job_messages import merged_summary, summary_digests
 from megatron_ft.rpc.local_query import ask
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.smp.slot_rules import MOST_SKIPPED
+from megatron_ft.supervisor.admission import admit
 from megatron_ft.supervisor.connections import SmpLink
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import Action, CyclePhase, Send, SnapshotCycle, SnapshotEnded
 from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.membership import admit
 from megatron_ft.supervisor.orders import Timing, stripe_orders
 from megatron_ft.supervisor.schedule import Schedule
 from megatron_ft.supervisor.summary import SummaryParts, fallbacks

@@ -1,0 +1,82 @@
+"""Admission: fences nodes for a new incarnation, so that nothing of an older one writes there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.core.fault_points import reach
+from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.connections import ARENA_TIMEOUT_SECONDS
+from megatron_ft.supervisor.coordinator import Coordinator
+
+ADMIT_TIMEOUT_SECONDS = ARENA_TIMEOUT_SECONDS + 30.0
+"""Limit for fencing a node that still answers heartbeats.  Its earlier requests come first, which
+may include an arena whose pages are all touched."""
+
+
+Inventories = dict[str, m.Inventory]
+"""Inventory of each node that was admitted into the present incarnation, by node."""
+
+LivingRanks = Mapping[str, Sequence[int]]
+"""Ranks whose trainers live and could restart in their process, by node."""
+
+
+async def admit(
+    coordinator: Coordinator, incarnation: int, nodes: Sequence[str], keep: LivingRanks
+) -> Inventories:
+    """Fence every node for ``incarnation`` and collect what it holds.
+
+    Trainers of ``keep`` may live, if they provably let go of their arenas.  A node that does not
+    answer, is silent, or cannot confirm that its older writers are gone, counts as lost.  A node
+    that still obeys another coordinator is waited for: its lease runs out.
+    """
+    reach("recovery.admitting")
+    coordinator.incarnation, coordinator.resumed_from = incarnation, None
+    requests = [
+        m.Admit(incarnation, coordinator.timing.lease, tuple(keep.get(node, ()))) for node in nodes
+    ]
+    answers = await asyncio.gather(*map(partial(_admit, coordinator), nodes, requests))
+    return {n: a for n, a in zip(nodes, answers, strict=True) if a is not None}
+
+
+async def _admit(coordinator: Coordinator, node: str, request: m.Admit) -> m.Inventory | None:
+    while node in coordinator.links:
+        answer = await _ask_unless_silent(coordinator, node, request)
+        if isinstance(answer, m.Inventory):
+            reach("recovery.between")
+        if answer is None or isinstance(answer, m.Inventory):
+            return answer
+        if answer.error == "LeaseHeld":
+            coordinator.observers.emit("waiting", f"node {node}: {answer.reason} s of lease left")
+            await asyncio.sleep(float(answer.reason))
+        elif answer.error == "StaleIncarnationError":
+            raise IncarnationHigherError(answer.reason)
+        else:
+            text = f"node {node} refused incarnation {request.incarnation}: {answer.reason}"
+            coordinator.observers.emit("refused", text, node=node)
+            return None
+    return None
+
+
+async def _ask_unless_silent(coordinator: Coordinator, node: str, request: m.Message) -> Any:
+    """The answer, or None as soon as the node has been silent for too long.
+
+    An answer takes long where writers are hard to kill; heartbeats continue meanwhile.
+    """
+    question = asyncio.ensure_future(coordinator.links[node].ask(request, ADMIT_TIMEOUT_SECONDS))
+    try:
+        while not question.done() and not coordinator.silent_nodes([node]):
+            await asyncio.wait({question}, timeout=coordinator.timing.heartbeat)
+        return question.result() if question.done() and not question.cancelled() else None
+    except ControlPlaneError:
+        return None
+    finally:
+        question.cancel()
+
+
+class IncarnationHigherError(ControlPlaneError):
+    """An SMP has already seen this incarnation; the next attempt must be higher."""
