@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.core.isal import Bytes
 from megatron_ft.core.shard import Meta, ShardLayout, unpack_meta
 from megatron_ft.erasure.member import CorruptMemberError
-from megatron_ft.erasure.reshape_plan import Fill, OldTensors, origins_of
+from megatron_ft.erasure.reshape_plan import Fill, OldTensors, names_of, origins_of
 from megatron_ft.erasure.transport import (
     EXCHANGES_IN_FLIGHT,
     RESHAPE_TAG,
@@ -133,6 +133,7 @@ def reshape(
     metas = _metas(transport, readers)
     layouts = {shard_id: ShardLayout.from_bytes(meta.layout) for shard_id, meta in metas.items()}
     tensors = OldTensors(layouts, ranks)
+    tensors.require_wanted(_wanted_names(transport, new.values()))
     copies: list[list[_Copy]] = [[] for _ in range(transport.size)]
     for new_id, shard in new.items():
         for one in tensors.fills(new_id, shard.layout, transport.rank):
@@ -187,6 +188,13 @@ def _metas(transport: Transport, readers: Mapping[str, _Reader]) -> dict[str, Me
     for blob in _exchange(transport, [msgspec.msgpack.encode(mine)] * transport.size):
         found |= msgspec.msgpack.decode(blob, type=dict[str, Meta])
     return dict(sorted(found.items()))
+
+
+def _wanted_names(transport: Transport, new: Iterable[NewShard]) -> set[str]:
+    """Names of the tensors of all new shards, on all ranks."""
+    mine = {name for shard in new for name in names_of(shard.layout)}
+    blobs = _exchange(transport, [msgspec.msgpack.encode(mine)] * transport.size)
+    return set().union(*(msgspec.msgpack.decode(blob, type=set[str]) for blob in blobs))
 
 
 def _asked(transport: Transport, copies: Sequence[Sequence[_Copy]]) -> list[list[_Wanted]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from megatron_ft.core.errors import LayoutMismatchError
@@ -228,6 +228,12 @@ def origins_of(shard_id: str, old: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*nearest, min(old))))
 
 
+def names_of(layout: ShardLayout) -> set[str]:
+    """Names of the tensors that a shard holds parts of: global ones, and those without a place."""
+    placed = {window.name for entry in layout.entries for window in windows(entry)}
+    return placed | {entry.name for entry in layout.entries if entry.logical is None}
+
+
 class OldTensors:
     """The tensors of all old shards, by global name; ``ranks`` says where the shards are."""
 
@@ -266,6 +272,16 @@ class OldTensors:
                 for copy in copies:
                     given[copy.source.shard_id] += math.prod(copy.shape)
                     yield Fill(copy, entry)
+
+    def require_wanted(self, names: Collection[str]) -> None:
+        """LayoutMismatchError if an old tensor is none of ``names``, which new shards have."""
+        left = sorted((self._placed.keys() | self._plain.keys()) - set(names))
+        if left:
+            raise LayoutMismatchError(
+                f"{len(left)} tensors are only in the snapshot, {left[0]} first: another model, or "
+                "other settings of its optimizer. Run with the flags of the snapshot, or under "
+                "another --job name; the snapshot stays in memory"
+            )
 
     def _cost(self, shard_id: str, rank: int, given: Mapping[str, int]) -> tuple[bool, int, str]:
         return self._ranks[shard_id] != rank, given.get(shard_id, 0), shard_id

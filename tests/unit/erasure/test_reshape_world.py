@@ -288,6 +288,16 @@ def test_another_model_is_refused() -> None:
     assert isinstance(error, LayoutMismatchError) and "w1 has the shape [24, 40]" in str(error)
 
 
+def test_a_tensor_that_no_new_shard_has_is_refused() -> None:
+    """It would be dropped: weights, or a part of the optimizer's state, of another model."""
+    before = {n: sealed(n, s) for n, s in shards(tensors(), Shape(1, 2)).items()}
+    fewer = tensors()
+    del fewer.matrices["w1"]
+    for error in run(before, shards(fewer, Shape(1, 3)), 2).results:
+        assert isinstance(error, LayoutMismatchError | WorldBroken)
+        assert isinstance(error, WorldBroken) or "only in the snapshot, w1 first" in str(error)
+
+
 def test_small_objects_are_those_of_the_nearest_shard_and_the_first() -> None:
     held = tensors()
     before = {name: sealed(name, s) for name, s in shards(held, Shape(2, 3)).items()}
