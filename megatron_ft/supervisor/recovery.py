@@ -104,7 +104,7 @@ class RestorePlan:
         """The restore as a sentence, and in a word where the bytes come from."""
         start = f"restoring iteration {self.decision.iteration}"
         if self.reshaped:
-            start += f", of {len(self.places)} shards in another layout,"
+            start += f", of {len(self.places)} shards in another layout"
         if self.disk is None and not self.lost():
             return f"{start} from own memory", "own memory"
         shards, source = (
