@@ -28,7 +28,7 @@ from megatron_ft.supervisor.processes import TrainerExit, TrainerFleet
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
 from megatron_ft.supervisor.recovery import RestorePlan, make_arenas
 from megatron_ft.supervisor.registration import Registration
-from megatron_ft.supervisor.reshape import make_sources, reshape
+from megatron_ft.supervisor.reshape import make_sources, reshape, return_sources
 from megatron_ft.supervisor.schedule import Pacing
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.watch import JobWatch
@@ -114,6 +114,8 @@ class Incarnation:
             self.refusal = error
             refusal = m.ArenasReady(plan.incarnation, type(error).__name__, str(error))
             await self.coordinator.ask_all(dict.fromkeys(nodes, refusal))
+            if plan.reshaped:
+                await return_sources(self.coordinator, plan)
             raise
         await self.coordinator.ask_all(dict.fromkeys(nodes, m.ArenasReady(plan.incarnation)))
         self.state.update(shards=registration.placements(), rank_rule=rule)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 from megatron_ft.core.errors import LayoutMismatchError, MegatronFTError
 from megatron_ft.core.fault_points import reach
@@ -30,6 +31,15 @@ async def make_sources(coordinator: Coordinator, plan: RestorePlan) -> None:
     request = m.MakeSources(plan.incarnation)
     await coordinator.ask_all({node: request for node in plan.nodes})
     reach("reshape.sources")
+
+
+async def return_sources(coordinator: Coordinator, plan: RestorePlan) -> None:
+    """Make the sources arenas again after a refusal, so that commands find the snapshot in them.
+
+    Where that fails the next recovery does it.
+    """
+    with suppress(MegatronFTError):
+        await coordinator.ask_all({node: plan.adoption(node) for node in plan.nodes})
 
 
 async def reshape(coordinator: Coordinator, plan: RestorePlan, places: Mapping[str, str]) -> None:

@@ -153,6 +153,11 @@ def test_the_same_job_is_started_again_with_other_ranks(
     check(tmp_path, nodes * per_node)
 
 
+def arenas(job: Job, node: str) -> list[Path]:
+    folder = job.cluster.node_dir(node)
+    return sorted(path for kind in ("arena", "source") for path in folder.glob(f"*.{kind}"))
+
+
 def test_another_model_is_refused_and_memory_kept(made: list[Job], tmp_path: Path) -> None:
     job = elastic_job(tmp_path)
     made.append(job)
@@ -161,6 +166,8 @@ def test_another_model_is_refused_and_memory_kept(made: list[Job], tmp_path: Pat
     job.command = command(tmp_path, elements=program.ELEMENTS + 1)
     with pytest.raises(LayoutMismatchError, match=r"momentum has the shape \[100004\]"):
         job.run((30, finish))
+    names = [path.name for node in job.cluster.nodes() for path in arenas(job, node)]
+    assert names == [f"pp0-tp0-dp{rank}-ep0.arena" for rank in range(4)]
     job.command = command(tmp_path)
     job.run((30, finish))
     assert not told(job, "from_scratch"), job.story()
