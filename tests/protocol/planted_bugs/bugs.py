@@ -275,4 +275,31 @@ BUGS = (
         "tests/unit/checkpoint/test_disk_checkpoint.py::test_a_power_loss_at_any_step_leaves_a_checkpoint",
         "no checkpoint is left",
     ),
+    Bug(
+        "12 reshape from unproven bytes",
+        "blocks of an old shard are used without a look at their digests",
+        (
+            Edit(
+                "        if left.size and (bad := self._check.bad("
+                "int(left[0]), int(left[-1]) + 1)):\n",
+                "        if bad := list[int]():\n",
+            ),
+        ),
+        "any layout out of any other, in worlds of encoders",
+        "tests/unit/erasure/test_reshape_world.py",
+        "test_a_shard_with_wrong_bytes_is_named_and_nothing_is_sealed",
+    ),
+    Bug(
+        "12 reshape from unproven bytes",
+        "sources are freed before a snapshot of the new layout is protected",
+        (
+            Edit(
+                'request.level == "protected" and service.store.sources:',
+                "service.store.sources:",
+            ),
+        ),
+        "what a node holds after each step of a reshape",
+        "tests/unit/smp/test_sources.py",
+        "test_sources_go_when_a_snapshot_of_the_new_layout_is_protected",
+    ),
 )
