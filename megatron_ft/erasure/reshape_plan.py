@@ -125,7 +125,11 @@ def _between(window: Window, first: int, stop: int) -> Iterator[Window]:
     touched = range(max(0, -(-(before - inner) // stride)), min(shape[axis], behind // stride + 1))
     low = max(0, -(-before // stride))
     high = max(low, min(shape[axis], (behind - inner) // stride + 1))
-    ranges = [(row, row + 1) for row in touched if not low <= row < high]
+    if low >= high:
+        low = high = touched.stop
+    # Few rows: those that hold an end of the range, and what a transposed parameter puts beside it.
+    cut = (*range(touched.start, low), *range(high, touched.stop))
+    ranges = [(row, row + 1) for row in cut]
     for start, end in [*ranges, (low, high)] if low < high else ranges:
         yield from _between(window.inside(_cut(window.box, axis, start, end)), first, stop)
 

@@ -101,7 +101,9 @@ class Incarnation:
         places = registration.places()
         nodes = sorted(set(places.values()))
         try:
-            rule = registration.rank_rule(needed=spec.settings.on_no_spare == SHRINK)
+            other = plan.reshaped and plan.places.keys() != places.keys()
+            shrinks = spec.settings.on_no_spare == SHRINK
+            rule = registration.rank_rule(needed=shrinks or other)
             stripes = registration.stripes(stored, self.members.scheme, spec.block_bytes)
             requests = create_requests(stripes, plan.incarnation, plan.lineage, spec.settings.slots)
             if plan.reshaped:

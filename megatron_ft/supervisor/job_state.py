@@ -58,8 +58,9 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``committed`` whether it ever committed a snapshot, ``quarantine`` which ones must not be
     used, ``rank_rule`` with how many ranks the command could continue, ``disk`` where checkpoints
     are, ``evacuated`` the nodes that must not train.  ``sources`` gives the node of each shard of
-    an older layout that the present one was, or is to be, reshaped from, ``nodes`` the number of
-    nodes that was asked for.  The secret never appears in text made from this object.
+    an older layout that the present one was, or is to be, reshaped from, ``source_seats`` their
+    seats in that layout, ``nodes`` the number of nodes that was asked for.  The secret never
+    appears in text made from this object.
     """
 
     version: int
@@ -79,6 +80,7 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disk: DiskPlaces = DiskPlaces()
     evacuated: tuple[str, ...] = ()
     sources: dict[str, str] = {}
+    source_seats: dict[str, ShardPlacement] = {}
     nodes: int = 0
 
     def __repr__(self) -> str:

@@ -10,11 +10,12 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
+from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.core.errors import (
     ArenaForeignError,
     ConfigError,
@@ -78,8 +79,10 @@ class Membership:
         self._began, self._heard = time.monotonic(), dict[str, float]()
         self._led = False
         self._aside: set[str] = set()
+        self._other_layout = False
         if _other_size(spec, state.record, launcher.nodes()):
-            self.train_on(_first_active(spec, launcher, self.active))
+            before = [*dict.fromkeys(state.record.sources.values()), *self.active]
+            self.train_on(_first_active(spec, launcher, before))
         self.leaving: set[str] = set(state.record.evacuated)
         """Nodes that shall not train: their ranks move to spares with the next incarnation."""
         self._on_the_move: set[str] = set()
@@ -251,14 +254,36 @@ class Membership:
 
         The shards in memory become sources: the next incarnation reshapes them.
         """
-        self.reshape()
+        self._make_sources()
         self.active = list(nodes)
         self._state.update(active=tuple(nodes))
 
     def reshape(self) -> None:
-        """Have the next incarnation reshape what is in memory to the layout of its ranks."""
-        if self._state.record.shards:
-            self._state.update(sources=self.places(), shards={})
+        """Have the next incarnation reshape what is in memory: its ranks have another layout."""
+        self._other_layout = True
+        self._make_sources()
+
+    def _make_sources(self) -> None:
+        seats = self._state.record.shards
+        if seats:
+            self._state.update(sources=self.places(), source_seats=seats, shards={})
+
+    def fit_again(self, admitted: Inventories, stripes: Iterable[StripeState]) -> bool:
+        """Have the older layout, of these ``stripes``, be the present one again, if it may be.
+
+        So it is for as many ranks, whose shards are where they were: the command that did not
+        fit was given up.  If the ranks turn out to have another layout, ``reshape`` follows.
+        """
+        record, there = self._state.record, self.usable(admitted)
+        seats = record.source_seats
+        if self._other_layout or len(seats) != self.ranks:
+            return False
+        homes = homes_of(seats, self.active)
+        moved = any(homes[s] != node for s, node in record.sources.items() if node in there)
+        if moved or any(s.parity_members != self.scheme.parity_members for s in stripes):
+            return False
+        self._state.update(shards=seats, sources={}, source_seats={})
+        return True
 
     @property
     def scheme(self) -> Scheme:
@@ -428,7 +453,8 @@ def _first_active(spec: JobSpec, launcher: Launcher, before: Sequence[str] = ())
 
     Those that trained ``before`` are preferred.
     """
-    nodes = sorted(launcher.nodes(), key=lambda node: node not in before)
+    known = [node for node in before if node in launcher.nodes()]
+    nodes = list(dict.fromkeys((*known, *launcher.nodes())))
     active = choose_active(nodes, spec.nodes, spec.domains, spec.scheme)
     check_domains(active, spec.domains, spec.scheme)
     return active

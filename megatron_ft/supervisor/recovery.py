@@ -59,7 +59,8 @@ class RestorePlan:
     ``disk`` is set where the snapshot comes from a drained checkpoint; ``kept`` are ranks whose
     process was released and waits to train again; ``decided`` is when this was
     decided.  ``sources`` is what becomes of shards of an older layout; if they return, they are
-    the shards of ``places``, and the snapshot is reshaped when ranks have registered.
+    the shards of ``places``.  ``reshaped`` says that the ranks to come have another layout than
+    the snapshot.
     """
 
     decision: Decision
@@ -71,6 +72,7 @@ class RestorePlan:
     disk: DiskSource | None = None
     kept: tuple[int, ...] = ()
     sources: m.Sources = "drop"
+    reshaped: bool = False
     decided: float = field(default_factory=time.monotonic)
 
     def adoption(self, node: str) -> m.Adopt:
@@ -79,11 +81,6 @@ class RestorePlan:
         kept = snapshot is not None and not (self.disk is not None and self.disk.fresh)
         keep = tuple(s for s, n in self.places.items() if n == node and kept)
         return m.Adopt(self.incarnation, self.lineage, snapshot, keep, self.sources)
-
-    @property
-    def reshaped(self) -> bool:
-        """True if the snapshot is of another layout than that of the ranks to come."""
-        return self.sources == "return"
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -201,25 +198,27 @@ class Recovery:
         choice = await self._disk.look(memory, self._state.record)
         if sources == "return" and choice.taken is not None:
             memory, sources = NOTHING, "drop"
-        if sources == "return":
+        reshaped = sources == "return" and not members.fit_again(admitted, memory.stripes)
+        if reshaped:
             self._state.update(sources=members.source_places(admitted), shards={})
         elif sources == "drop":
-            self._state.update(sources={})
+            self._state.update(sources={}, source_seats={})
         decision, source, lineage = self._settle(memory, choice)
         if source is not None and len(self._state.record.shards) != members.ranks:
             members.reshape()
-            sources = "return"
+            reshaped, sources = True, "return"
         self._state.update(lineage=lineage, scheme=str(members.scheme))
         plan = RestorePlan(
             decision=decision,
-            places=dict(self._state.record.sources) if sources == "return" else members.places(),
+            places=dict(self._state.record.sources) if reshaped else members.places(),
             active=tuple(members.active),
             incarnation=coordinator.incarnation,
             lineage=lineage,
             slot_count=spec.settings.slots,
             disk=source,
-            kept=() if sources == "return" else kept_ranks(admitted),
+            kept=() if reshaped else kept_ranks(admitted),
             sources=sources,
+            reshaped=reshaped,
         )
         self._emit_restoring(plan, memory, choice, reached)
         return plan

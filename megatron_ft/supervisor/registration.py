@@ -106,9 +106,10 @@ class Registration:
         rule = rules.pop() if len(rules) == 1 else None
         if needed and rule is None:
             raise ConfigError(
-                "--on-no-spare shrink: this program does not say with how many ranks it could "
-                "continue. Megatron-LM under --inmem-snapshot does, a loop of your own with "
-                "SnapshotManager(rank_rule=...), DeepSpeed does not. Take --on-no-spare stop, or "
+                "this program does not say with how many ranks it could continue, which a snapshot "
+                "of another layout and --on-no-spare shrink need. Megatron-LM under "
+                "--inmem-snapshot does, a loop of your own with SnapshotManager(rank_rule=...), "
+                "DeepSpeed does not. Run with as many ranks as before, and --on-no-spare stop, or "
                 "hold under Slurm, and spares"
             )
         return rule

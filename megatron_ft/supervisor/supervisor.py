@@ -312,7 +312,7 @@ class Supervisor:
         if not self.state.record.committed:
             self.state.update(committed=True)
         if event.fields.get("level") == "protected" and self.state.record.sources:
-            self.state.update(sources={})
+            self.state.update(sources={}, source_seats={})
 
 
 EXIT_INTERRUPTED = 130

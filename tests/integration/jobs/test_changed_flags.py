@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.core.errors import ConfigError, LayoutMismatchError
+from megatron_ft.core.errors import ConfigError
 from tests.support.jobs import Job
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
@@ -35,11 +35,9 @@ def test_what_memory_was_not_made_for_is_refused_and_the_old_flags_still_work(
     drain = rf"`megatron-ft drain --job {job.name} --to DIR`.*--restore-from DIR"
     refused(ConfigError, f"--protect xor:2; you asked for replica:2.*{drain}", protect="replica:2")
     refused(ConfigError, f"--slots 2; you asked for 3.*{drain}", slots=3)
-    refused(
-        ConfigError, "kept with 2 nodes; you asked for 1. Use --nodes 2", nodes=1, protect="none"
-    )
-    export = "`megatron-ft export --to DIR`.*--load DIR"
-    refused(LayoutMismatchError, f"of 2 ranks in memory.*for 4.*{export}", ranks_per_node=2)
     assert job.kinds().count("trainers_started") == starts, job.story()
+    refused(ConfigError, "does not say with how many ranks", nodes=1, protect="none")
+    refused(ConfigError, "does not say with how many ranks", ranks_per_node=2)
     job.run()
+    assert "reshaped" not in job.kinds(), job.story()
     assert job.restores()[-1][0] >= committed[-1], job.story()

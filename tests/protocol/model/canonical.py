@@ -26,7 +26,8 @@ from tests.protocol.model.world import World
 
 View = tuple[Any, ...]
 KNOWN = {
-    "NodeMachine": "node highest_incarnation shards paths trainers world newest effects _after",
+    "NodeMachine": "node highest_incarnation shards paths sources trainers world newest effects "
+    "_after",
     "ShardSlots": "shard_id slots changes pins promise",
     "SnapshotCycle": "incarnation places nodes stripes schedule _orders phase snapshot iteration "
     "level _waiting _writing _encoders _world _broken _corrupt _last "

@@ -88,7 +88,10 @@ def test_shape_and_seats_must_be_those_of_the_job() -> None:
     lineage = (Ancestor(1, None),)
     one = drained(SnapshotId(1, 1), 5)
     assert choose([one], DiskCriteria(2, lineage)).taken is one
-    assert "has 2 shards, the job 3" in choose([one], DiskCriteria(3, lineage)).reasons[0]
+    assert choose([one], DiskCriteria(3, lineage)).taken is one, "it is reshaped"
+    older = SnapshotId(1, 0)
+    beside = choose([one], DiskCriteria(3, lineage, older))
+    assert "has 2 shards, the job 3" in beside.reasons[0], "memory would be given up for it"
     nobody = drained(SnapshotId(1, 1), 5, {})
     assert "only be exported" in choose([nobody], DiskCriteria(2, lineage)).reasons[0]
     assert one.slot_bytes == {"dp0": 5000, "dp1": 5000}
