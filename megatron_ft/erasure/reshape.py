@@ -198,7 +198,7 @@ def _wanted_names(transport: Transport, new: Iterable[NewShard]) -> set[str]:
 
 
 def _asked(transport: Transport, copies: Sequence[Sequence[_Copy]]) -> list[list[_Wanted]]:
-    """What each rank asks of this one, by rank; it asks for its ``copies``."""
+    """Requests of each rank to this one, by rank; this one asks for its ``copies``."""
     lists = [msgspec.msgpack.encode([copy.wanted for copy in some]) for some in copies]
     asked = _exchange(transport, lists)
     return [msgspec.msgpack.decode(blob, type=list[_Wanted]) for blob in asked]

@@ -43,7 +43,7 @@ SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult")
 """Values of a parameter group that Megatron's schedule reads, in the place of its own values."""
 
 _GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-"""Of releases that do not say."""
+"""Keys of releases that do not name them."""
 
 WEIGHT = ".weight_copy"
 """Ends the names of low-precision weights that are captured beside their masters."""

@@ -129,7 +129,7 @@ class ReenterRanks(Message, frozen=True):
 
 
 Sources = Literal["drop", "hold", "return"]
-"""What becomes of arenas that are sources: they are removed, stay, or are the job's own again."""
+"""The fate of arenas that are sources: they are removed, stay, or are the job's own again."""
 
 
 class Adopt(Message, frozen=True):

@@ -224,7 +224,7 @@ class Recovery:
         return plan
 
     def _from_memory(self, admitted: Inventories) -> tuple[Decision, m.Sources]:
-        """What memory can serve, and what becomes of shards of an older layout.
+        """The snapshot that memory can serve, and the fate of shards of an older layout.
 
         Shards of the present layout go first: they are newer.
         """

@@ -133,7 +133,7 @@ def read_objects(shard: SealedShard) -> dict[str, Any]:
 
 
 def _objects_for(meta: Meta, shard_id: str, state: TrainingState) -> dict[str, Any]:
-    """What ``state.load`` takes; of a shard that was reshaped, made of its origins' objects."""
+    """The argument of ``state.load``; of a reshaped shard, made of its origins' objects."""
     if not meta.origins:
         objects: dict[str, Any] = decode(meta.objects)
         return objects

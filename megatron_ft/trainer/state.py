@@ -154,7 +154,7 @@ class Reshapes(Protocol):
     def reshape_objects(
         self, shard_id: str, origins: Sequence[tuple[str, dict[str, Any]]]
     ) -> dict[str, Any]:
-        """What ``load`` takes on the rank ``shard_id``, made of small objects of old shards.
+        """The argument of ``load`` on the rank ``shard_id``, made of objects of old shards.
 
         ``origins`` are old shard ids with objects: the nearest shard first, and at least the first
         of the old job.  Raises LayoutMismatchError if they have no meaning here.
