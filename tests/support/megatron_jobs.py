@@ -162,13 +162,15 @@ def check_fewer_ranks(program: Program, corpus: Path, folder: Path, last: int, *
     compare_fewer_ranks(program, folder / "trace", fewer, last)
 
 
-def compare_fewer_ranks(program: Program, ours: Path, fewer: Path, last: int) -> None:
-    """The traces of 2 ranks after iteration ``last``, and their final states, are equal.
+def compare_fewer_ranks(
+    program: Program, ours: Path, fewer: Path, last: int, ranks: int = 2
+) -> None:
+    """The traces of all ranks after iteration ``last``, and their final states, are equal.
 
     But for random states, and a ``step`` that Megatron's loader leaves in each parameter group and
     torch's optimizers never look at.
     """
-    for rank in range(2):
+    for rank in range(ranks):
         after = steps_after(fewer, rank, last)
         assert list(after) == list(range(last + 1, program.iterations + 1))
         assert after == steps_after(ours, rank, last)

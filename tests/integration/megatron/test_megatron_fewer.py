@@ -6,6 +6,7 @@ checkpoint of the same iteration itself, and a run of fewer ranks that loads it.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,13 +19,25 @@ from megatron_ft.supervisor.orders import Timing
 from tests.support.fates import in_incarnation
 from tests.support.jobs import Fault, Job
 from tests.support.megatron_fewer import NO_DROPOUT, program
-from tests.support.megatron_jobs import LONG_JOB, check_fewer_ranks
+from tests.support.megatron_jobs import (
+    LONG_JOB,
+    check_fewer_ranks,
+    compare_fewer_ranks,
+    train_alone,
+)
 from tests.support.megatron_layouts import EP2, PP2, TP2
 
 pytestmark = LONG_JOB
 
 OVERLAPPED = ("--overlap-grad-reduce", "--overlap-param-gather")
 RESHARDABLE = ("--dist-ckpt-optim-fully-reshardable",)
+
+
+def command(folder: Path, corpus: Path, flags: Sequence[str]) -> tuple[str, ...]:
+    ours = {"snapshot-interval": 2, "on-no-spare": "shrink"}
+    words = [word for name, value in ours.items() for word in (f"--inmem-{name}", str(value))]
+    training = [*program().flags(corpus, folder / "trace"), *NO_DROPOUT, *flags]
+    return (sys.executable, *training, "--inmem-snapshot", *words)
 
 
 def shrinking_job(
@@ -36,15 +49,12 @@ def shrinking_job(
     ranks_per_node: int = 1,
     protect: str = "xor:2",
 ) -> Job:
-    ours = {"snapshot-interval": 2, "on-no-spare": "shrink"}
-    words = [word for name, value in ours.items() for word in (f"--inmem-{name}", str(value))]
-    training = [*program().flags(corpus, folder / "trace"), *NO_DROPOUT, *flags]
     return Job(
         folder,
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         protect=protect,
-        command=(sys.executable, *training, "--inmem-snapshot", *words),
+        command=command(folder, corpus, flags),
         environment=program().environment(folder / "trace"),
         on_no_spare="shrink",
         timing=Timing(lease=30.0, node_timeout=45.0),
@@ -86,6 +96,32 @@ def test_two_of_four_nodes_go_on_as_megatron_alone_would(
     assert [source for _, source in job.restores()] == ["parity", "parity"], job.story()
     last = next(e.fields["iteration"] for e in job.events if e.kind == "reshaped")
     check_fewer_ranks(program(), megatron_corpus, tmp_path, last, *NO_DROPOUT, *flags)
+
+
+VOCABULARY = ("--vocab-size", "383")
+"""With the token that ends a document 384, padded to the same with one and two tensor ranks."""
+
+
+def test_the_same_job_is_started_again_in_another_layout(
+    made: list[Job], tmp_path: Path, megatron_corpus: Path
+) -> None:
+    """TP2xDP2, then DP4: as Megatron alone that loads its own checkpoint of that iteration."""
+    job = shrinking_job(tmp_path, megatron_corpus, (*VOCABULARY, *TP2))
+    made.append(job)
+    with pytest.raises(asyncio.CancelledError):
+        job.run((6, Job.interrupt))
+    job.command = command(tmp_path, megatron_corpus, VOCABULARY)
+    job.run()
+    (line,) = told(job, "reshaped")
+    assert "4 shards reshaped to 4" in line, job.story()
+    last = next(e.fields["iteration"] for e in job.events if e.kind == "reshaped")
+    own, alone = tmp_path / "own", tmp_path / "alone"
+    flags = (*NO_DROPOUT, *VOCABULARY, *RESHARDABLE)
+    saving = ("--save", str(own), "--save-interval", str(last))
+    train_alone(program(), megatron_corpus, tmp_path / "whole", *flags, *TP2, *saving, ranks=4)
+    loading = ("--load", str(own), "--ckpt-step", str(last))
+    train_alone(program(), megatron_corpus, alone, *flags, *loading, ranks=4)
+    compare_fewer_ranks(program(), tmp_path / "trace", alone, last, ranks=4)
 
 
 def test_what_cannot_go_on_stops_with_its_memory_drained(
