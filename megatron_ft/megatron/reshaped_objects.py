@@ -32,7 +32,7 @@ _PIPELINE_FLAGS = (
 
 
 def parallel_sizes(args: Any) -> dict[str, Any]:
-    """How the ranks share model and data; ``dp`` counts context-parallel ranks, as shard ids do."""
+    """Sizes of the parallel groups; ``dp`` counts context-parallel ranks, as shard ids do."""
     context = args.context_parallel_size
     tensor = args.tensor_model_parallel_size
     return {

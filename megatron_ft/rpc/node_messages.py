@@ -304,7 +304,7 @@ class RebuildOrder(EncoderOrder, frozen=True):
 
 
 class PlacedShard(msgspec.Struct, frozen=True, array_like=True):
-    """Where a shard's bytes are on the receiving node: arena, slot, and file of its layout."""
+    """Place of a shard's bytes on the receiving node: arena, slot, and file of its layout."""
 
     arena: str
     slot: int

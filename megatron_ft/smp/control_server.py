@@ -112,13 +112,14 @@ class ControlServer:
             await service.send_local((identity,), answer)
 
     def _prepared(self, shard_id: str) -> m.Prepared:
-        """The arena of a shard, with what the shard was reshaped to."""
+        """The arena of a shard, with what was reshaped into it unless trainers have declined."""
         service, path = self._service, self._service.machine.paths[shard_id]
-        if service.restore is None or not service.restore.reshaped:
-            return m.Prepared(path)
         slots = service.machine.shards[shard_id].slots
-        slot, header = next((i, s) for i, s in enumerate(slots) if s.record is not None)
-        return m.Prepared(path, slot, header.record)
+        if service.restore is not None and service.restore.reshaped:
+            for slot, header in enumerate(slots):
+                if header.record is not None:
+                    return m.Prepared(path, slot, header.record)
+        return m.Prepared(path)
 
     async def _restore_ready(self, request: m.RestoreReady) -> None:
         self._service.restore = request

@@ -95,7 +95,7 @@ class Membership:
         return homes_of(self._state.record.shards, active or self.active)
 
     def source_places(self, admitted: Inventories) -> dict[str, str]:
-        """Where shards of an older layout shall be: those of lost nodes go to others in turn."""
+        """Node of each shard of an older layout; those of lost nodes go to others in turn."""
         there = self.usable(admitted)
         places = self._state.record.sources
         lost = itertools.count()

@@ -12,13 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ft.checkpoint.decide import Decision, decide
 from megatron_ft.checkpoint.drained import Choice
 from megatron_ft.checkpoint.native import LATEST, TRACKER, newest_checkpoint
-from megatron_ft.core.errors import ConfigError, MegatronFTError, UnrecoverableError
+from megatron_ft.core.errors import (
+    ConfigError,
+    LayoutMismatchError,
+    MegatronFTError,
+    UnrecoverableError,
+)
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, SnapshotId, extend
 from megatron_ft.core.scheme import Scheme
@@ -396,28 +401,6 @@ async def _make_targets(coordinator: Coordinator, plan: RestorePlan, shards: Seq
 
 async def rebuild(coordinator: Coordinator, plan: RestorePlan, snapshot: SnapshotId) -> None:
     """Have the encoders rebuild what is lost from parity; RebuildError if one cannot."""
-    missing = set(plan.lost())
-    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def fail(error: RebuildError) -> None:
-        if not done.done():
-            done.set_exception(error)
-
-    def on_event(event: m.NodeEvent) -> None:
-        body = event.body
-        # Late events of the encoders before these say nothing of them.
-        world = coordinator.world
-        if isinstance(body, m.Rebuilt) and body.snapshot == snapshot:
-            missing.discard(body.shard_id)
-            if not missing and not done.done():
-                done.set_result(None)
-        elif isinstance(body, m.OrderFailed) and body.world == world:
-            fail(RebuildError(body.reason, body.corrupt))
-        elif isinstance(body, m.WriterGone) and (body.role, body.who) == ("encoder", world):
-            reason = f"the encoder on {event.node} died while rebuilding"
-            # Unless an encoder's own account of the error comes first.
-            asyncio.get_running_loop().call_later(1.0, fail, RebuildError(reason))
-
     orders = stripe_orders(plan.decision.stripes, plan.places, plan.nodes, plan.decision.lost)
     parts = orders_by_node(orders, plan.places)
     iteration = plan.decision.iteration
@@ -427,11 +410,52 @@ async def rebuild(coordinator: Coordinator, plan: RestorePlan, snapshot: Snapsho
         )
         for node in plan.nodes
     }
+    await shards_made(coordinator, requests, snapshot, plan.lost(), "rebuild")
+
+
+async def shards_made(
+    coordinator: Coordinator,
+    requests: Mapping[str, m.Message],
+    snapshot: SnapshotId,
+    shards: Iterable[str],
+    work: str,
+) -> list[m.Rebuilt | m.Reshaped]:
+    """Reports of encoders that all ``shards`` of ``snapshot`` are made, as nodes are asked to.
+
+    RebuildError if an encoder fails, which may go well the next time; LayoutMismatchError if the
+    snapshot is of another model.  ``work`` names it in errors.
+    """
+    missing, reports = set(shards), list[m.Rebuilt | m.Reshaped]()
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def fail(error: MegatronFTError) -> None:
+        if not done.done():
+            done.set_exception(error)
+
+    def on_event(event: m.NodeEvent) -> None:
+        body = event.body
+        # Late events of the encoders before these say nothing of them.
+        world = coordinator.world
+        if isinstance(body, m.Rebuilt | m.Reshaped) and body.record.snapshot == snapshot:
+            missing.discard(body.record.shard_id)
+            reports.append(body)
+            if not missing and not done.done():
+                done.set_result(None)
+        elif isinstance(body, m.OrderFailed) and body.world == world:
+            unfit = body.error == LayoutMismatchError.__name__
+            again = RebuildError(body.reason, body.corrupt)
+            fail(LayoutMismatchError(body.reason) if unfit else again)
+        elif isinstance(body, m.WriterGone) and (body.role, body.who) == ("encoder", world):
+            reason = f"the encoder on {event.node} died during the {work}"
+            # Unless an encoder's own account of the error comes first.
+            asyncio.get_running_loop().call_later(1.0, fail, RebuildError(reason))
+
     coordinator.listeners.append(on_event)
     try:
         await coordinator.ask_all(requests)
         await asyncio.wait_for(done, REBUILD_TIMEOUT_SECONDS)
     except asyncio.TimeoutError as error:
-        raise RebuildError(f"no end of the rebuild of {', '.join(sorted(missing))}") from error
+        raise RebuildError(f"no end of the {work} of {', '.join(sorted(missing))}") from error
     finally:
         coordinator.listeners.remove(on_event)
+    return reports

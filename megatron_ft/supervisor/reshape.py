@@ -8,21 +8,19 @@ trainers restore as always.  Sources go when a snapshot of the new layout is pro
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from megatron_ft.core.errors import LayoutMismatchError, MegatronFTError
+from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.recovery import (
-    REBUILD_TIMEOUT_SECONDS,
     WORLD_TIMEOUT_SECONDS,
-    RebuildError,
     RestorePlan,
+    shards_made,
 )
 
 
@@ -55,12 +53,15 @@ async def reshape(coordinator: Coordinator, plan: RestorePlan, places: Mapping[s
     snapshot, started = SnapshotId(plan.incarnation, 0), time.monotonic()
     ranks = {shard: plan.nodes.index(node) for shard, node in plan.places.items()}
     request = m.Reshape(plan.incarnation, snapshot, iteration, coordinator.world, source, ranks)
-    done = await _filled(coordinator, {node: request for node in plan.nodes}, set(places))
+    requests: dict[str, m.Message] = {node: request for node in plan.nodes}
+    reports = await shards_made(coordinator, requests, snapshot, places, "reshape")
     reach("reshape.filled")
     commit = m.Commit(plan.incarnation, snapshot, "local")
     await coordinator.ask_all({node: commit for node in plan.active})
     coordinator.record_commit(snapshot, iteration, "local")
-    needed, received = (sum(counts) for counts in zip(*done, strict=True))
+    made = [report for report in reports if isinstance(report, m.Reshaped)]
+    needed = sum(report.bytes_needed for report in made)
+    received = sum(report.bytes_received for report in made)
     seconds = time.monotonic() - started
     coordinator.observers.emit(
         "reshaped",
@@ -72,41 +73,3 @@ async def reshape(coordinator: Coordinator, plan: RestorePlan, places: Mapping[s
         bytes_received=received,
         seconds=seconds,
     )
-
-
-async def _filled(
-    coordinator: Coordinator, requests: Mapping[str, m.Reshape], missing: set[str]
-) -> list[tuple[int, int]]:
-    """Ask the nodes, and wait for all ``missing`` shards: bytes needed and received of each."""
-    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    counts: list[tuple[int, int]] = []
-
-    def fail(error: MegatronFTError) -> None:
-        if not done.done():
-            done.set_exception(error)
-
-    def on_event(event: m.NodeEvent) -> None:
-        body = event.body
-        if isinstance(body, m.Reshaped) and body.record.shard_id in missing:
-            missing.discard(body.record.shard_id)
-            counts.append((body.bytes_needed, body.bytes_received))
-            if not missing and not done.done():
-                done.set_result(None)
-        elif isinstance(body, m.OrderFailed) and body.world == coordinator.world:
-            unfit = body.error == LayoutMismatchError.__name__
-            again = RebuildError(body.reason, body.corrupt)
-            fail(LayoutMismatchError(body.reason) if unfit else again)
-        elif isinstance(body, m.WriterGone) and body.role == "encoder":
-            reason = f"the encoder on {event.node} died while it reshaped a snapshot"
-            # Unless an encoder's own account of the error comes first.
-            asyncio.get_running_loop().call_later(1.0, fail, RebuildError(reason))
-
-    coordinator.listeners.append(on_event)
-    try:
-        await coordinator.ask_all(requests)
-        await asyncio.wait_for(done, REBUILD_TIMEOUT_SECONDS)
-    except asyncio.TimeoutError as error:
-        raise RebuildError(f"no end of the reshape of {', '.join(sorted(missing))}") from error
-    finally:
-        coordinator.listeners.remove(on_event)
-    return counts

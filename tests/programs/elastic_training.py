@@ -94,11 +94,14 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--elements", type=int, default=ELEMENTS)
     parser.add_argument("--seconds", type=float, default=0.02)
+    parser.add_argument("--declines", type=int, default=0, help="with so many ranks")
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     state = OwnedRange(rank, ranks, options.elements)
     snapshots = SnapshotManager(rank_rule=RankRule(1, 1, BATCH))
+    if options.declines == ranks:
+        snapshots.decline("the test wants it")
     snapshots.load(into=state)
     snapshots.prepare(state)
     for iteration in range(state.iteration + 1, options.iterations + 1):

@@ -94,7 +94,7 @@ class FakeSmp:
         return m.Prepared(str(self.path))
 
     def node_folder(self) -> Path:
-        """Where the arena is."""
+        """The folder of the arena."""
         return self.directory
 
     def grant(self, iteration: int, slot: int = 0, stay: float = 0.0) -> SnapshotId:

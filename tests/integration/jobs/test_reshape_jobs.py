@@ -198,6 +198,14 @@ def test_a_job_grows_when_its_node_is_back(made: list[Job], tmp_path: Path) -> N
     check(tmp_path, 4, iterations)
 
 
+def test_ranks_may_decline_a_snapshot_of_another_layout(made: list[Job], tmp_path: Path) -> None:
+    job = elastic_job(tmp_path, command_flags={"declines": 3})
+    made.append(job)
+    job.run((10, lose("n1")), (30, finish))
+    assert told(job, "declined") and not told(job, "reshaped"), job.story()
+    check(tmp_path, 3)
+
+
 def test_a_job_that_may_not_shrink_stops(made: list[Job], tmp_path: Path) -> None:
     job = elastic_job(tmp_path, on_no_spare="stop")
     made.append(job)

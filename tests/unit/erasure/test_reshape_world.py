@@ -49,7 +49,7 @@ class Shape(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What a training has: matrices that are sharded, and what each place has of its own."""
+    """Tensors of a training: matrices that are sharded, and those that each place has alone."""
 
     matrices: dict[str, Any]
     buffer: Any
@@ -186,7 +186,7 @@ SHAPES = st.builds(
 @given(old=SHAPES, new=SHAPES, ranks=st.integers(1, 4), seed=st.integers(0, 99))
 @settings(deadline=None, max_examples=60)
 def test_any_layout_is_made_of_any_other(old: Shape, new: Shape, ranks: int, seed: int) -> None:
-    """What has no logical place is only where there is one model-parallel place in both."""
+    """Tensors without a logical place need one model-parallel place in both layouts."""
     held = tensors()
     if (old.tp == 1) != (new.tp == 1):
         old = old._replace(tp=2)

@@ -35,7 +35,7 @@ def buffer_piece(name: str, pieces: dict[str, tuple[Piece, ...]], shape: tuple[i
 
 
 def test_a_buffer_lies_in_the_layer_of_its_neighbour() -> None:
-    """Whatever number the layer has on its rank."""
+    """The number of the layer on its rank does not matter."""
     here = "chunk1.decoder.layers.1.mlp.router"
     pieces = {
         "chunk0.decoder.layers.1.mlp.router.weight": (router(1),),

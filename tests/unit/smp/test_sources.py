@@ -166,6 +166,18 @@ def test_a_shard_that_is_filled_is_sealed_and_reported(host: SmpService) -> None
     assert report.record == record
 
 
+def test_a_trainer_gets_what_was_reshaped_for_it_or_an_empty_arena(host: SmpService) -> None:
+    """It is empty if the ranks have declined the snapshot: nothing was reshaped."""
+    reshaping(host)
+    host.restore = m.RestoreReady(2, OLD, {}, reshaped=True, iteration=40)
+    server: Any = None
+    control, path = ControlServer(host, server, lambda: None), host.machine.paths["dp0"]
+    assert control._prepared("dp0") == m.Prepared(path)
+    hold(host, "dp0", NEW)
+    record = host.machine.shards["dp0"].slots[0].record
+    assert control._prepared("dp0") == m.Prepared(path, 0, record)
+
+
 def test_a_source_that_was_removed_is_not_reported(host: SmpService) -> None:
     reshaping(host)
     (host.store.directory / "dp1.source").unlink()
