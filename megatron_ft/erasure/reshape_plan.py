@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.core.identity import place_of_shard
-from megatron_ft.core.shard import LayoutEntry, LogicalPlace, Piece, ShardLayout
+from megatron_ft.core.shard import LayoutEntry, LogicalPlace, Piece, ShardLayout, row_major
 
 Source = TypeVar("Source")
 
@@ -82,8 +82,7 @@ class Copy(NamedTuple, Generic[Source]):
 
 def whole(name: str, shape: tuple[int, ...]) -> Window:
     """The window of a whole tensor in row-major order."""
-    stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return Window(name, shape, Box((0,) * len(shape), shape), 0, stride)
+    return Window(name, shape, Box((0,) * len(shape), shape), 0, row_major(shape))
 
 
 def windows(entry: LayoutEntry) -> Iterator[Window]:
