@@ -125,7 +125,6 @@ class OrderRunner:
 
     def _reshape(self, order: ReshapeOrder) -> Iterator[Message]:
         """Fill this node's shards of a new layout; a report of each."""
-        started = time.monotonic()
         held = {shard: self._held(order, shard, place) for shard, place in order.held.items()}
         new = {shard: self._new(place) for shard, place in order.new.items()}
         reach("reshape.ordered")
@@ -143,7 +142,6 @@ class OrderRunner:
                 record=result.record,
                 bytes_needed=result.bytes_needed,
                 bytes_received=result.bytes_received,
-                seconds=time.monotonic() - started,
             )
         for place in order.new.values():
             self._shelf.drop(place.arena)

@@ -340,7 +340,6 @@ class Reshaped(Message, frozen=True):
     record: SealedRecord
     bytes_needed: Count
     bytes_received: Count
-    seconds: float
 
 
 class Encoded(Message, frozen=True):
