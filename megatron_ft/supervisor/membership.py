@@ -81,8 +81,10 @@ class Membership:
         self._aside: set[str] = set()
         self._other_layout = False
         if _other_size(spec, state.record, launcher.nodes()):
-            before = [*dict.fromkeys(state.record.sources.values()), *self.active]
-            self.train_on(_first_active(spec, launcher, before))
+            # In the order of ranks: notes have shards in the order in which they registered.
+            seats, sources = state.record.source_seats, state.record.sources
+            before = [sources[s] for s in sorted(sources, key=lambda s: seats[s].rank)]
+            self.train_on(_first_active(spec, launcher, [*before, *self.active]))
         self.leaving: set[str] = set(state.record.evacuated)
         """Nodes that shall not train: their ranks move to spares with the next incarnation."""
         self._on_the_move: set[str] = set()
