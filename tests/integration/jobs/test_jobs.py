@@ -184,6 +184,13 @@ def test_a_flipped_byte_is_found_and_rebuilt_from_parity(
 
     def corrupt(job: Job) -> None:
         shard = "pp0-tp0-dp1-ep0"
+        (smp,) = of_node(job, "n1", "megatron_ft.smp")
+        # A living trainer would write the slot anew; recovery would begin before the flip.
+        os.kill(smp, signal.SIGSTOP)
+        trainer = os.pidfd_open(job.trainers()[1])
+        signal.pidfd_send_signal(trainer, signal.SIGKILL)
+        assert procfs.ended(trainer, 10), "the killed trainer has not ended after 10 s"
+        os.close(trainer)
         with Arena.open(job.cluster.node_dir("n1") / f"{shard}.arena") as arena:
             for slot in range(2):
                 held = arena.slot(slot).record
@@ -193,7 +200,7 @@ def test_a_flipped_byte_is_found_and_rebuilt_from_parity(
                     data = arena.data(slot, writable=True)
                     data[last * arena.geometry.block_bytes - 1] ^= 1
                     del data
-        os.kill(job.trainers()[0], signal.SIGKILL)
+        os.kill(smp, signal.SIGCONT)
 
     job = Job(tmp_path, nodes=2, protect="xor:2", block_bytes=4096)
     made.append(job)
