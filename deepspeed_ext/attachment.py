@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
 
-from deepspeed_ext import saving
+from deepspeed_ext import reshape, saving
 from deepspeed_ext.run import EngineRun
 from deepspeed_ext.unsupported import refusals
 from megatron_ft.config import SnapshotConfig, environment_source, resolve
@@ -21,11 +21,6 @@ from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.frameworks import Function
 from megatron_ft.core.identity import SHRINK, shard_id
 from megatron_ft.trainer.manager import SnapshotManager
-
-_CANNOT_SHRINK = (
-    "on_no_spare shrink: DeepSpeed's files load into another number of ranks only after "
-    "ds_to_universal; take stop or hold, and run that on the export of the job that stopped"
-)
 
 
 def begin(engine: Any, section: Section) -> EngineRun:
@@ -44,7 +39,7 @@ def _checked(engine: Any, section: Section) -> SnapshotConfig:
     problems += job_contradictions(section.source, "reads only a JSON file that the command names")
     config = resolve(section.source, environment_source())
     if config.on_no_spare == SHRINK:
-        problems.append(_CANNOT_SHRINK)
+        problems += [f"on_no_spare shrink: {reason}" for reason in reshape.refusals(engine)]
     if problems:
         lines = "".join(f"\n  {line}" for line in problems)
         raise ConfigError(
@@ -78,7 +73,7 @@ def make_manager(config: SnapshotConfig, engine: Any) -> SnapshotManager:
 
     NotUnderSupervisorError outside ``megatron-ft run``.
     """
-    return SnapshotManager(config, **place_of(engine))
+    return SnapshotManager(config, **place_of(engine), rank_rule=reshape.rule_of(engine))
 
 
 _PIPELINE_RANK = ("get_pipeline_model_parallel_rank", "get_pipe_parallel_rank")

@@ -7,15 +7,22 @@ skipped without being read where the loader's sampler can skip.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.trainer.state import RngState
+
+logger = logging.getLogger(__name__)
+
+SHARED_ANEW = "shared_anew"
+"""Key of a position that ranks of another number take: their batches a step, and the old ones'."""
 
 
 class LoaderPosition:
@@ -86,12 +93,32 @@ class LoaderPosition:
         return {"begun": begun, "consumed": self._consumed, "now": self.now()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ResumableLoader."""
+        """See ResumableLoader; LayoutMismatchError if ranks of another number cannot share it."""
+        if SHARED_ANEW in state:
+            state = self._shared_anew(state, *state[SHARED_ANEW])
         if state["consumed"] is None and not self.own_state:
             self._epochs.set(state["begun"]["epochs"])
             self.set_now(state["now"])
         else:
             self._pending = {**state, "consumed": state["consumed"] or 0}
+
+    def _shared_anew(self, state: Mapping[str, Any], now: int, before: int) -> dict[str, Any]:
+        """The position of ranks that read ``now`` batches where the old ones read ``before``."""
+        kept = {key: value for key, value in state.items() if key != SHARED_ANEW}
+        if now == before or kept["consumed"] is None:
+            return kept
+        if not any(isinstance(owner, DistributedSampler) for owner in self._generator_owners):
+            raise LayoutMismatchError(
+                f"the position of a {type(self.loader).__name__} cannot be shared by another "
+                "number of ranks, because no DistributedSampler deals out its samples: give "
+                "training_data to deepspeed.initialize, or start with the old number of ranks"
+            )
+        consumed, rest = divmod(kept["consumed"] * now, before)
+        if rest:
+            logger.warning(
+                "the step crossed an epoch: up to %d batches a rank are read a second time", now
+            )
+        return {**kept, "consumed": consumed}
 
     def _moment(self) -> dict[str, Any]:
         """All that decides the order of a pass that begins now."""

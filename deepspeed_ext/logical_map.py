@@ -124,16 +124,18 @@ def fragments(view: OptimizerView) -> Iterator[Fragment]:
 def _parts(view: OptimizerView) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
     """Each parameter with what of it is in memory here, and where in it that starts."""
     for parameter in view.owned():
-        if hasattr(parameter, "ds_id"):
-            partition: Any = parameter
-            size = partition.partition_numel()
-            start = torch.distributed.get_rank(partition.ds_process_group) * size
-            # Memory behind the parameter's end is padding.
-            held = partition.ds_tensor.view(-1)[: max(0, partition.ds_numel - start)]
-        else:
-            start, held = 0, parameter.detach()
+        start, held = _held(parameter)
         if held.numel() and held.is_contiguous():
             yield parameter, start, held
+
+
+def _held(parameter: Any) -> tuple[int, torch.Tensor]:
+    """What of a parameter is in memory here, without padding, and where in it that starts."""
+    if not hasattr(parameter, "ds_id"):
+        return 0, parameter.detach()
+    start = torch.distributed.get_rank(parameter.ds_process_group) * parameter.partition_numel()
+    # Memory behind the parameter's end is padding.
+    return start, parameter.ds_tensor.view(-1)[: max(0, parameter.ds_numel - start)]
 
 
 def _laid_out(view: OptimizerView) -> Iterator[tuple[str, _Memory]]:
@@ -153,18 +155,35 @@ def places(
 
     Pieces are ranges of flattened parameters.  Their global names are a parameter's, with the
     kind of state behind it, as the folders and files of DeepSpeed's universal checkpoints:
-    ``layers.0.weight/fp32``, ``layers.0.weight/exp_avg``.
+    ``layers.0.weight/fp32``, ``layers.0.weight/exp_avg``.  Single numbers, such as steps, are the
+    same on all ranks.
     """
     names = ParameterNames(engine)
     kinds = _kinds(view, captured)
-    pieces: dict[str, list[Piece]] = {}
+    # Of a partition that is all padding, the place has no pieces.
+    pieces: dict[str, list[Piece]] = {name: [] for alike in kinds.values() for name in alike}
     for fragment in fragments(view):
         parameter = names.of(engine.param_names[fragment.parameter])
         for captured_name, kind in kinds[fragment.master].items():
             piece = _piece(fragment, f"{parameter}/{kind}")
             pieces.setdefault(captured_name, []).append(piece)
     found = {name: _place(captured[name], parts) for name, parts in pieces.items()}
-    return {**_model_places(engine.module, captured, names), **found}
+    numbers = _number_places(view, captured)
+    return {**_model_places(engine.module, captured, names), **numbers, **found}
+
+
+def _number_places(
+    view: OptimizerView, captured: Mapping[str, torch.Tensor]
+) -> dict[str, LogicalPlace]:
+    """Places of the tensors of one element that optimizers keep beside their moments."""
+    found = {}
+    for master in view.masters():
+        for key, tensor in master.inner.state[master.parameter].items():
+            name = f"{master.name}/{key}"
+            if name in captured and tensor.numel() == 1:
+                piece = Piece(f"{view.counted_as(master)}/{key}", (1,), (0,), (1,), 0, (1,))
+                found[name] = _place(tensor, [piece])
+    return found
 
 
 def _kinds(view: OptimizerView, captured: Mapping[str, torch.Tensor]) -> dict[str, dict[str, str]]:
@@ -202,13 +221,17 @@ def _place(tensor: torch.Tensor, pieces: Iterable[Piece]) -> LogicalPlace:
 def _model_places(
     module: Any, captured: Mapping[str, torch.Tensor], names: ParameterNames
 ) -> dict[str, LogicalPlace]:
-    """Parameters and buffers that are captured themselves, whole."""
-    live = [*module.named_parameters(), *module.named_buffers()]
-    known = {_Memory.of(tensor): name for name, tensor in live if tensor.numel()}
+    """Parameters and buffers that are captured themselves: whole, or this rank's partition."""
+    known = {}
+    for own, live in [*module.named_parameters(), *module.named_buffers()]:
+        partition = getattr(live, "ds_tensor", live)
+        if partition.numel():
+            known[_Memory.of(partition)] = own, live
     found = {}
     for name, tensor in captured.items():
-        own = known.get(_Memory.of(tensor))
-        if own is not None:
-            whole = Fragment(tensor, tensor.numel(), 0, tensor.numel(), name, 0)
-            found[name] = _place(tensor, [_piece(whole, names.of(own))])
+        if _Memory.of(tensor) in known:
+            own, live = known[_Memory.of(tensor)]
+            (start, held), elements = _held(live), getattr(live, "ds_numel", live.numel())
+            part = Fragment(live, elements, start, held.numel(), name, 0)
+            found[name] = _place(tensor, [_piece(part, names.of(own))] if held.numel() else [])
     return found

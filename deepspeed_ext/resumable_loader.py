@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
-from deepspeed_ext.loader_position import LoaderPosition, position_of
+from deepspeed_ext.loader_position import SHARED_ANEW, LoaderPosition, position_of
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.trainer.teardown import on_teardown
 
@@ -121,6 +121,12 @@ def _watching(original: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return deepspeed_io
+
+
+def shared_anew(state: Mapping[str, Any], batches: tuple[int, int]) -> dict[str, Any]:
+    """Positions for a rank of another number of ranks, which reads so many batches in the place of
+    so many, from a state of :class:`DataPosition`."""
+    return {name: {**position, SHARED_ANEW: batches} for name, position in state.items()}
 
 
 class DataPosition:

@@ -261,7 +261,8 @@ class EngineRun:
         self._manager = manager = self._make_manager()
         offered, objects = manager.offered_iteration, manager.offered_objects()
         disk, is_new = named(offered, objects)
-        problem = self._client_state.objection(objects) if offered >= 0 else ""
+        # Of a snapshot of another layout, the objects come with the state.
+        problem = self._client_state.objection(objects or None) if offered >= 0 else ""
         start = agree(RankView(offered, disk, supervisor_chose_disk(), is_new, problem), manager)
         if start is not None:
             self._announce(start, offered, disk)

@@ -94,7 +94,8 @@ class Checkpoints:
         # Of the newest it does not matter how new it was.
         self.asked = Named(folder, tag, -1 if tag is None else disk.iteration)
         same_name = asked is not None and asked[:2] == self.asked[:2]
-        if disk.iteration < 0 or asked == self.asked:
+        # A snapshot of another layout shows its objects only when it is loaded.
+        if disk.iteration < 0 or asked == self.asked or not objects:
             return disk, False
         own = saved == Named(folder, found, disk.iteration) and disk.iteration <= offered
         is_new = not (own and (same_name or tag is None))

@@ -8,12 +8,12 @@ as long as they are the masters, rounded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepspeed_ext import state_parts
+from deepspeed_ext import client_state, reshape, resumable_loader, state_parts
 from deepspeed_ext.checkpoint_form import RankDescription
 from deepspeed_ext.optimizers import view_of
 from deepspeed_ext.optimizers.view import (
@@ -166,6 +166,35 @@ class EngineState:
             self._description = RankDescription(self._engine, self._view, live_tensors(self))
         return self._description
 
+    def expect_reshape(self) -> None:
+        """LayoutMismatchError naming captured tensors that cannot come from another layout."""
+        unknown = sorted(live_tensors(self).keys() - self.logical_map().keys())
+        if unknown:
+            raise LayoutMismatchError(
+                f"{len(unknown)} tensors have no known place in the unsharded model, {unknown[0]} "
+                "first, so the snapshot cannot be taken into another layout: start with the old "
+                "JSON and number of ranks"
+            )
+
+    def reshape_objects(
+        self, shard_id: str, origins: Sequence[tuple[str, dict[str, Any]]]
+    ) -> dict[str, Any]:
+        """The objects of the nearest old rank; its random states only if it is this one."""
+        old, is_same = reshape.nearest(shard_id, origins)
+        if isinstance(client := self._parts.get(client_state.NAME), client_state.ClientState):
+            if problem := client.objection(old):
+                raise LayoutMismatchError(problem)
+        own = self.objects()
+        made = reshape.reshaped(own, old)
+        if resumable_loader.NAME in old:
+            ratio = reshape.batches_a_step(made), reshape.batches_a_step(old)
+            made[resumable_loader.NAME] = resumable_loader.shared_anew(
+                old[resumable_loader.NAME], ratio
+            )
+        if not is_same and made.pop(RANDOM, None) is not None:
+            logger.warning("%s was not in the snapshot: random states stay as seeded", shard_id)
+        return made
+
     def objects(self) -> dict[str, Any]:
         """Small values as of now; no tensor in them shares memory with a live one.
 
@@ -223,4 +252,9 @@ class EngineState:
 
 
 def _follows(weight: Weight) -> bool:
-    return same_bits(weight.tensor, weight.master.to(weight.tensor.device, weight.tensor.dtype))
+    rounded = weight.master.to(weight.tensor.device, weight.tensor.dtype)
+    if same_bits(weight.tensor, rounded):
+        return True
+    # Rounding may change the bits of what is no number, such as padding that nobody has set.
+    unset = weight.tensor.isnan() & rounded.isnan()
+    return same_bits(weight.tensor.masked_fill(unset, 0), rounded.masked_fill(unset, 0))

@@ -66,6 +66,10 @@ class OptimizerView(ABC):
     def masters(self) -> Sequence[OwnedMaster]:
         """All tensors that ``inner`` updates, in an order that is the same in every incarnation."""
 
+    def counted_as(self, master: OwnedMaster) -> str:
+        """The name of a master's numbers, such as steps, under which all ranks have the same."""
+        return master.name
+
     @abstractmethod
     def weights(self) -> Sequence[Weight]:
         """The weights that follow from masters of this rank; none where these are the weights."""

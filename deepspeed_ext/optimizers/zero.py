@@ -98,6 +98,12 @@ class Zero3View(OptimizerView):
             for n, master in enumerate(self._wrapper.fp32_partitioned_groups_flat)
         ]
 
+    def counted_as(self, master: OwnedMaster) -> str:
+        """The parameter group's: the sub-groups of other numbers of ranks are others."""
+        groups = self.inner.param_groups
+        number = next(n for n, group in enumerate(groups) if group is master.group)
+        return f"optimizer/{group_names(groups)[number]}"
+
     def weights(self) -> Sequence[Weight]:
         """One a sub-group; none where the optimizer updates the weights themselves, in fp32."""
         masters = self._wrapper.fp32_partitioned_groups_flat

@@ -87,7 +87,9 @@ class SnapshotRun:
         changed = False
         if offered >= 0 and disk.asked:
             wish = start.wish_of(self._args)
-            changed = self._manager.offered_objects().get(WISH) != wish
+            # A snapshot of another layout shows its objects only when it is loaded.
+            objects = self._manager.offered_objects()
+            changed = bool(objects) and objects.get(WISH) != wish
         view = RankView(offered, disk, supervisor_chose_disk(), changed)
         decision = agree(view, self._manager)
         if decision is not None:

@@ -16,15 +16,21 @@ class Small(nn.Module):
 
     The ``mean`` of activations is changed by forward and used by it; ``seen``, the number of
     forward passes, is in no state dict.  In those of ``explodes`` gradients become infinite, in
-    those of ``bypasses`` a part of the weights is not used.
+    those of ``bypasses`` a part of the weights is not used.  The mean is each rank's own, or
+    without ``averages`` always 0.
     """
 
     mean: torch.Tensor
     seen: torch.Tensor
 
-    def __init__(self, explodes: Collection[int] = (), bypasses: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        explodes: Collection[int] = (),
+        bypasses: Collection[int] = (),
+        averages: bool = True,
+    ) -> None:
         super().__init__()
-        self.explodes, self.bypasses = explodes, bypasses
+        self.explodes, self.bypasses, self.averages = explodes, bypasses, averages
         self.words = nn.Embedding(VOCABULARY, WIDTH)
         self.places = nn.Embedding(LENGTH, WIDTH)
         self.places.weight.requires_grad = False
@@ -43,7 +49,8 @@ class Small(nn.Module):
         if int(self.seen) + 1 not in self.bypasses:
             hidden = hidden + self.dropout(self.down(torch.relu(self.up(self.norm(hidden)))))
         with torch.no_grad():
-            self.mean.mul_(0.9).add_(hidden.flatten(0, 1).mean(0), alpha=0.1)
+            if self.averages:
+                self.mean.mul_(0.9).add_(hidden.flatten(0, 1).mean(0), alpha=0.1)
             self.seen.add_(1)
         if int(self.seen) in self.explodes:
             hidden.register_hook(lambda gradient: gradient * float("inf"))

@@ -28,9 +28,13 @@ def logits(words: Words, hidden: torch.Tensor) -> torch.Tensor:
 
 
 class Block(nn.Module):
-    """A layer with dropout, a frozen parameter, and a buffer that forward changes and uses."""
+    """A layer with dropout, a frozen parameter, and a buffer that forward changes and uses.
+
+    The buffer is each rank's own, unless the block does not do ``averages``.
+    """
 
     mean: torch.Tensor
+    averages = True
 
     def __init__(self, inner: nn.Module | None = None) -> None:
         super().__init__()
@@ -43,8 +47,9 @@ class Block(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden + 0.1 * self.places + 0.1 * self.mean.to(hidden.dtype)
         hidden = hidden + self.dropout(self.inner(self.norm(hidden)))
-        with torch.no_grad():
-            self.mean.mul_(0.9).add_(hidden.flatten(0, 1).mean(0), alpha=0.1)
+        if self.averages:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(hidden.flatten(0, 1).mean(0), alpha=0.1)
         return hidden
 
 
@@ -216,4 +221,6 @@ def sharded(options: dict[str, Any]) -> dict[str, Any]:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # ranks that share tensors must not drop different ones
+        if isinstance(module, Block):
+            module.averages = options.get("averages", True)
     return {"model": model, "model_parameters": _trained(model), "mpu": grid}

@@ -15,7 +15,13 @@ import torch
 from megatron_ft.cli.chaos.trace import final_path, trace_path
 from megatron_ft.cli.demo import final_state
 from megatron_ft.config import SnapshotConfig
-from tests.support.late_capture import LOAD_FROM, SAVE_AT, ArenaManager
+from tests.support.late_capture import (
+    LOAD_FROM,
+    RESHAPE_FROM,
+    SAVE_AT,
+    ArenaManager,
+    ReshapingManager,
+)
 
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 """With more threads torch keeps one that a forked rank would lack."""
@@ -71,7 +77,8 @@ def make_engine(cell: dict[str, Any]) -> Any:
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
-    torch.manual_seed(NUMBERS[LOAD_FROM in os.environ])
+    number = NUMBERS[LOAD_FROM in os.environ or RESHAPE_FROM in os.environ]
+    torch.manual_seed(number)
     module, _, function = cell["model"].partition(":")
     keywords = getattr(importlib.import_module(module), function)(cell["options"])
     engine, *_ = deepspeed.initialize(config=cell["config"], **keywords)
@@ -79,7 +86,7 @@ def make_engine(cell: dict[str, Any]) -> Any:
         with torch.no_grad():
             for parameter in engine.module.parameters():
                 parameter.mul_(1.5)
-    torch.manual_seed(100 * NUMBERS[LOAD_FROM in os.environ] + torch.distributed.get_rank())
+    torch.manual_seed(100 * number + torch.distributed.get_rank())
     return engine
 
 
@@ -87,7 +94,8 @@ def make_manager(config: SnapshotConfig, engine: Any) -> ArenaManager:
     """The manager of this rank."""
     from deepspeed_ext.attachment import place_of
 
-    return ArenaManager(config, place_of(engine), _weights)
+    kind = ReshapingManager if RESHAPE_FROM in os.environ else ArenaManager
+    return kind(config, place_of(engine), _weights)
 
 
 def _weights(state: Any) -> Iterator[torch.Tensor]:
@@ -129,6 +137,8 @@ def train() -> None:
     cell["config"]["inmem_snapshot"] = SECTION
     engine = make_engine(cell)
     engine.load_checkpoint(os.environ.get(CHECKPOINT, str(folder / "none")))
+    if CHECKPOINT in os.environ and engine.load_universal_checkpoint():
+        _count_apart(engine)
     with trace_path(folder, engine.global_rank).open("a") as trace:
         while engine.global_steps < steps:
             losses = train_step(engine)
@@ -143,6 +153,13 @@ def train() -> None:
     torch.distributed.barrier()
     engine.destroy()
     torch.distributed.destroy_process_group()
+
+
+def _count_apart(engine: Any) -> None:
+    """Give each sub-group a step of its own: a universal load gives all of them one (0.19.8)."""
+    for state in engine.optimizer.optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].clone()
 
 
 def convert() -> None:

@@ -30,6 +30,8 @@ class Program:
     config: Mapping[str, Any]
     deepspeed: Path | None = None
     follows: bool = True
+    script: tuple[str, ...] = ()
+    """More flags of the example."""
 
     def flags(self, folder: Path, *, snapshots: bool) -> list[str]:
         """Its flags; the JSON is written into ``folder``."""
@@ -39,7 +41,7 @@ class Program:
         path.write_text(json.dumps({**BASE, **self.config, **section}))
         small = ["--hidden", "64", "--sequence", "16", "--text", str(DEEPSPEED_EXAMPLE)]
         steps = ["--steps", str(ITERATIONS), "--checkpoints", str(folder / "checkpoints")]
-        return ["--deepspeed_config", str(path), *small, *steps]
+        return ["--deepspeed_config", str(path), *small, *steps, *self.script]
 
     def environment(self, trace: Path) -> dict[str, str]:
         """Variables for its ranks."""
@@ -75,15 +77,21 @@ def check_identical(
     program: Program, folder: Path, fault: Callable[[Job], None], **shape: Any
 ) -> Job:
     """Losses, samples and final states of both runs are equal bit by bit; the job that was hit."""
-    job = _hit(program, folder / "job", fault, **shape)
-    alone = folder / "alone"
-    alone.mkdir()
-    environment = {**os.environ, **program.environment(alone / "trace")}
-    command = [str(DEEPSPEED_EXAMPLE), *program.flags(alone, snapshots=False)]
-    run_alone(command, job.nodes, alone, environment)
-    found = compare_runs(folder / "job" / "trace", alone / "trace", job.nodes, ITERATIONS)
+    job = hit(program, folder / "job", fault, **shape)
+    train_alone(program, folder / "alone", job.nodes)
+    found = compare_runs(
+        folder / "job" / "trace", folder / "alone" / "trace", job.nodes, ITERATIONS
+    )
     assert found.identical, found.differences
     return job
+
+
+def train_alone(program: Program, folder: Path, ranks: int) -> None:
+    """Train to the end without snapshots; the trace is in ``folder / "trace"``."""
+    folder.mkdir()
+    environment = {**os.environ, **program.environment(folder / "trace")}
+    command = [str(DEEPSPEED_EXAMPLE), *program.flags(folder, snapshots=False)]
+    run_alone(command, ranks, folder, environment)
 
 
 def go_on_alone(program: Program, folder: Path, checkpoints: Path, steps: int) -> list[int]:
@@ -96,7 +104,8 @@ def go_on_alone(program: Program, folder: Path, checkpoints: Path, steps: int) -
     return [line.iteration for line in read_trace(folder / "trace", 0)]
 
 
-def _hit(program: Program, folder: Path, fault: Callable[[Job], None], **shape: Any) -> Job:
+def hit(program: Program, folder: Path, fault: Callable[[Job], None], **shape: Any) -> Job:
+    """The job that is hit, after its end; its trace is in ``folder / "trace"``."""
     folder.mkdir()
     holding = before_script(program.environment(folder / "trace"), Path(held.__file__).parent)
     command = (sys.executable, str(DEEPSPEED_EXAMPLE), *program.flags(folder, snapshots=True))

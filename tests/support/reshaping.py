@@ -13,7 +13,7 @@ from megatron_ft.checkpoint.captured import GlobalTensors, StoredTensors
 from megatron_ft.checkpoint.source import OpenSnapshot, ShardParts
 from megatron_ft.core.objects import decode
 from megatron_ft.core.shard import LayoutEntry, LogicalPlace, ShardLayout
-from megatron_ft.erasure.reshape_plan import OldTensors, origins_of
+from megatron_ft.erasure.reshape_plan import OldTensors, origins_of, windows
 from megatron_ft.trainer.plan import dtype_name, plan_state
 from megatron_ft.trainer.state import Reshapes, TrainingState, live_tensors, same_bits
 from tests.support.late_capture import overwrite
@@ -28,8 +28,14 @@ def fill_live(
     stored = StoredTensors(old)
     # Of a tensor that replicas share, all is filled here and not the part of this rank.
     whole = [replace(e, start=0, stop=live[e.name].numel()) for e in layout.entries]
-    flat = {e.name: torch.empty(e.stop, dtype=live[e.name].dtype) for e in whole if not e.alias_of}
+    # As a new arena; what is no part of a model, such as padding, stays so.
+    flat = {e.name: torch.zeros(e.stop, dtype=live[e.name].dtype) for e in whole if not e.alias_of}
     written = {name: torch.zeros(len(values)) for name, values in flat.items()}
+    wanted = {name: torch.zeros(len(values)) for name, values in flat.items()}
+    for entry in whole:
+        for window in () if entry.alias_of else windows(entry):
+            at = window.box.shape, window.stride, window.offset
+            torch.as_strided(wanted[entry.name], *at).fill_(1)
     for copy, entry in plan.fills(shard, replace(layout, entries=tuple(whole)), 0):
         source = stored.flat(*copy.source)
         first = source.storage_offset() + copy.source_offset
@@ -38,7 +44,7 @@ def fill_live(
         torch.as_strided(flat[entry.name], *target).copy_(taken)
         torch.as_strided(written[entry.name], *target).add_(1)
     for name, values in flat.items():
-        assert bool((written[name] == 1).all()), f"{name} is not filled once"
+        assert torch.equal(written[name], wanted[name]), f"{name} is not filled once"
         live[name].detach().copy_(values.view(live[name].shape))
 
 

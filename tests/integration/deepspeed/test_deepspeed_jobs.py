@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.cli.chaos.trace import read_trace
+from megatron_ft.cli.chaos.trace import TraceLine, read_trace
 from tests.programs.deepspeed_program import ENVIRONMENT
 from tests.support.deepspeed_jobs import (
     ITERATIONS,
     Program,
     check_identical,
     go_on_alone,
+    hit,
     kill_held_rank,
     log_of,
     lose_node_of_held_rank,
+    train_alone,
 )
 from tests.support.jobs import ROOT, trainers_with
 from tests.support.no_pickle import check_holds_no_pickle
@@ -47,6 +49,52 @@ def test_zero_3_loses_a_node(tmp_path: Path) -> None:
     assert [source for _, source in job.restores()] == ["parity"], job.story()
     assert "no checkpoint was read" in log_of(job, 0)
     assert processes(tmp_path / "job" / "trace", 4) == [1, 2, 1, 1], job.story()
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.all_layouts), 3])
+def test_a_node_is_lost_and_the_others_train_on_the_same_batches(
+    stage: int, tmp_path: Path
+) -> None:
+    """No spare is left.  Losses differ from those of three ranks by the order of sums in bf16."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 1000}
+    program = Program(
+        {"zero_optimization": zero, "train_batch_size": 12}, script=("--dropout", "0")
+    )
+    job = hit(
+        program,
+        tmp_path / "job",
+        lose_node_of_held_rank,
+        nodes=3,
+        protect="rs:2+1",
+        on_no_spare="shrink",
+    )
+    assert [source for _, source in job.restores()] == ["parity"], job.story()
+    (last,) = [event.fields["iteration"] for event in job.events if event.kind == "reshaped"]
+    train_alone(program, tmp_path / "alone", 3)
+    fewer, alone = (global_steps(tmp_path / name / "trace") for name in ("job", "alone"))
+    assert last < ITERATIONS and fewer.keys() == alone.keys() == {*range(1, ITERATIONS + 1)}
+    for at, (samples, loss) in alone.items():
+        assert fewer[at][0] == samples and len(samples) == 12
+        assert fewer[at][1] == pytest.approx(loss, rel=0 if at <= last else 0.02)
+
+
+def global_steps(trace: Path) -> dict[int, tuple[list[int], float]]:
+    """The samples of each step, sorted, and its mean loss; of a step that was made twice, the
+    later."""
+    lines: dict[int, dict[int, TraceLine]] = {}
+    for rank in range(3):
+        for line in read_trace(trace, rank):
+            lines.setdefault(line.iteration, {})[rank] = line
+    return {at: _of_step(list(found.values())) for at, found in lines.items()}
+
+
+def _of_step(lines: list[TraceLine]) -> tuple[list[int], float]:
+    newest = max(line.incarnation for line in lines)
+    ranks = [line for line in lines if line.incarnation == newest]
+    # Each micro-batch has two samples.
+    losses = sum(float.fromhex(line.loss or "nan") for line in ranks)
+    samples = sorted(sample for line in ranks for sample in line.samples)
+    return samples, losses / (len(samples) / 2)
 
 
 def processes(trace: Path, ranks: int) -> list[int]:
