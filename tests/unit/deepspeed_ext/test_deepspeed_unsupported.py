@@ -185,16 +185,19 @@ def test_all_reasons_at_once() -> None:
     assert len(lines) == 3
 
 
-def test_going_on_with_fewer_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_ranks_are_refused_where_the_batch_would_follow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from deepspeed_ext import attachment
 
     monkeypatch.setattr(attachment, "refusals", lambda engine: [])
+    engine = SimpleNamespace(_config=SimpleNamespace(_param_dict={}))
     folders = {"drain_dir": "/drains", "drain_interval": 1, "drain_export_dir": "/exports"}
     stops = Section(True, Source({**folders, "on_no_spare": "stop"}, str), {})
-    assert attachment._checked(object(), stops).on_no_spare == "stop"
+    assert attachment._checked(engine, stops).on_no_spare == "stop"
     shrinks = Section(True, Source({**folders, "on_no_spare": "shrink"}, str), {})
-    with pytest.raises(ConfigError, match="only after ds_to_universal"):
-        attachment._checked(object(), shrinks)
+    with pytest.raises(ConfigError, match='shrink: the global batch .*give "train_batch_size"'):
+        attachment._checked(engine, shrinks)
 
 
 @pytest.mark.parametrize("entered", [False, True])
