@@ -46,8 +46,10 @@ from megatron_ft.core.errors import (
 )
 from megatron_ft.core.identity import SHRINK
 from megatron_ft.launchers.slurm.allocation import NO_KILL_ADVICE, no_kill
+from megatron_ft.supervisor.event_log import EVENTS, EventLog
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState, state_folder
+from megatron_ft.supervisor.ledger import CAUGHT_UP, ENDED, SUPERVISING
 from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.placement import read_domains
 from megatron_ft.supervisor.spec import JobSpec, raise_open_files
@@ -186,6 +188,7 @@ def _supervise(
             held.enter_context(folders_ready(spec, state))
         supervisor = Supervisor(spec, place.launcher, state, place.hosts)
         supervisor.observers.add(Printer())
+        EventLog(notes / EVENTS, str(state.record.job)).follow(supervisor)
         supervisor.observers.add(end := RunSummary())
         try:
             code = asyncio.run(_run(supervisor))
@@ -275,6 +278,6 @@ class Printer:
             self._commits[level] = self._commits.get(level, 0) + 1
             if self._commits[level] % 10 != 1:
                 return
-        if event.kind == "dropped":
+        if event.kind in ("dropped", SUPERVISING, ENDED, CAUGHT_UP):
             return
         say(f"[{event.monotonic - self._start:7.1f} s] {event.text}")

@@ -78,6 +78,8 @@ class Coordinator(Connections):
         self.skips = Skips()
         self.damage = DamagedShards(observers)
         self.given_up = (0, "")
+        # By snapshot: the longest time that it has held a trainer.
+        self._stalls: dict[SnapshotId, float] = {}
         """Snapshots aborted since the last commit, and the reason of the last one."""
         self.listeners: list[Callable[[m.NodeEvent], None]] = []
         self._kick = asyncio.Event()
@@ -165,6 +167,7 @@ class Coordinator(Connections):
     def stop_snapshots(self) -> None:
         """Permit no more; what is under way is left to the next recovery."""
         self.cycle = self.failure = self._standstill = None
+        self._stalls.clear()
         self._kick.set()
 
     async def capture_and_stop(self, ahead: int, seconds: float) -> SnapshotEnded:
@@ -315,7 +318,9 @@ class Coordinator(Connections):
             # It is what it was, or known to be less; the event of the broken world has the reason.
             self.damage.count_lost(ended.snapshot, ended.corrupt)
             return
-        text, fields = f"snapshot of iteration {ended.iteration}", {"iteration": ended.iteration}
+        text = f"snapshot of iteration {ended.iteration}"
+        stall = round(self._stalls.pop(ended.snapshot, 0.0), 6)
+        fields = {"iteration": ended.iteration, "stall": stall}
         if ended.level != "aborted":
             self.record_commit(ended.snapshot, ended.iteration, ended.level)
             text += f" committed ({ended.level})"
@@ -342,6 +347,9 @@ class Coordinator(Connections):
         if event.incarnation != self.incarnation:
             return
         body = event.body
+        if isinstance(body, m.CaptureCost):
+            held = self._stalls.get(body.snapshot, 0.0)
+            self._stalls[body.snapshot] = max(held, body.stall_seconds)
         if isinstance(body, m.EncoderHello) and body.world == self.world:
             if self._joined(event.node) and self.cycle is not None:
                 self.cycle.world_changed(self.world)

@@ -73,7 +73,8 @@ class Incarnation:
         try:
             if (self._encodes() or plan.reshaped) and not self.world.wanted:
                 self.world.start(plan.nodes)
-            self.watch.begin_incarnation(self.members.ranks, plan.decided)
+            behind = self.reached if self.reached > plan.decision.iteration else -1
+            self.watch.begin_incarnation(self.members.ranks, plan.decided, behind)
             source = self.quarantine.source(plan.decision)
             await self._start_trainers({RESTORE: source})
             return await self._watch(asyncio.create_task(self._begin_snapshots()))
@@ -125,7 +126,7 @@ class Incarnation:
             self._narrow_world()
         first = max(0, plan.decision.iteration)
         schedule = self.pacing.begin(registration.interval, first)
-        self._emit("training", "training")
+        self._emit("training", "training", iteration=first)
         orders = stripe_orders(stripes, places, plan.active)
         self.coordinator.start_snapshots(SnapshotCycle(plan.incarnation, places, orders, schedule))
         self.drains.begin(places, registration.placements(), plan.lineage, first)

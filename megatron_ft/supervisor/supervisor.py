@@ -11,6 +11,7 @@ committed snapshot goes to disk before all ends.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from dataclasses import replace
 from functools import partial
@@ -39,6 +40,7 @@ from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.failures import NODE_LOST, Failure
 from megatron_ft.supervisor.incarnation import Incarnation
 from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.ledger import ENDED, SUPERVISING
 from megatron_ft.supervisor.membership import Membership, NoSpareError
 from megatron_ft.supervisor.processes import TrainerFleet
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
@@ -116,6 +118,7 @@ class Supervisor:
         self._watch = JobWatch(self.coordinator, spec.settings, spec.log_dir)
         self.observers.add(self._note_commit)
         self._reached, self._budget = -1, spec.budget
+        self._ended = 0.0
 
     async def run(self) -> None:
         """Return when the training command has ended well on every rank.
@@ -123,6 +126,9 @@ class Supervisor:
         Raises UnrecoverableError, NoSpareError or RestartBudgetError when the job cannot go
         on; SMPs and arenas then stay, so that the same command can be run again.
         """
+        shape = {"nodes": self.spec.nodes, "spares": self.spec.spares, "ranks": self.members.ranks}
+        text = ", ".join(f"{count} {name}" for name, count in shape.items())
+        self.observers.emit(SUPERVISING, f"{self.spec.name}: {text}", pid=os.getpid(), **shape)
         self.spec.log_dir.mkdir(parents=True, exist_ok=True)
         await self._number_above_restore_from()
         if self.spec.scheme.parity_members:
@@ -186,6 +192,7 @@ class Supervisor:
             self._reached = progress if progress >= 0 else self._reached
             self.coordinator.stop_snapshots()
             self._watch.clock.failed()
+            self._ended = time.monotonic()
             await self._end_trainers(trained=progress >= 0)
             self.world.stop()
 
@@ -257,6 +264,9 @@ class Supervisor:
 
     async def _after(self, failure: Failure) -> None:
         """Charge a failure to the restart budget, which may end the job, and wait if it says so."""
+        why = {"cause": failure.cause, "node": failure.place, "asked": failure.asked}
+        ago = time.monotonic() - self._ended
+        self.observers.emit(ENDED, failure.text, reached=self._reached, ago=ago, **why)
         self._watch.clock.dead(failure.text)
         if failure.asked:
             return
@@ -271,7 +281,8 @@ class Supervisor:
         self._budget = self._budget.after(failure, iteration, saved=saved)
         if self._budget.delay_seconds:
             delay = self._budget.delay_seconds
-            self.observers.emit("backoff", f"waiting {delay:g} s before the next start")
+            text = f"waiting {delay:g} s before the next start"
+            self.observers.emit("backoff", text, seconds=delay)
             await asyncio.sleep(delay)
 
     async def _number_above_restore_from(self) -> None:

@@ -24,6 +24,7 @@ from megatron_ft.rpc.heartbeat_page import TrainerPhase
 from megatron_ft.smp.heartbeats import STACK_SECONDS
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.heartbeats import RankReport, RecoveryClock
+from megatron_ft.supervisor.ledger import CAUGHT_UP
 from megatron_ft.trainer.heartbeats import FIRST_ITERATIONS
 
 log = logging.getLogger(__name__)
@@ -92,14 +93,16 @@ class JobWatch:
         self.clock = RecoveryClock()
         self._coordinator, self._settings, self._log_dir = coordinator, settings, log_dir
         self._ranks, self._longest, self._failed = 0, 0.0, False
+        self._behind = -1
         self._recovery: dict[str, Any] | None = None
 
-    def begin_incarnation(self, ranks: int, decided: float) -> None:
+    def begin_incarnation(self, ranks: int, decided: float, behind: int) -> None:
         """Begin to watch ``ranks`` trainers, which are about to be started.
 
-        ``decided`` is when it was decided what they restore.
+        ``decided`` is when it was decided what they restore, ``behind`` the iteration up to which
+        they repeat what was lost, -1 if nothing was.
         """
-        self._ranks = ranks
+        self._ranks, self._behind = ranks, behind
         self._coordinator.pulses.begin_incarnation()
         self.clock.starting(decided)
 
@@ -138,6 +141,12 @@ class JobWatch:
             coordinator.observers.emit("recovered", done.describe(), **done.fields())
             self._recovery = {"text": done.describe(), "total": done.total, **done.parts()}
             self._recovery["restart"] = done.restart()
+        iteration = min((one.report.iteration for one in heard), default=-1)
+        if 0 <= self._behind < iteration:
+            newer = (iteration - self._behind) * max(one.report.typical for one in heard)
+            text = f"caught up with iteration {self._behind}"
+            coordinator.observers.emit(CAUGHT_UP, text, iteration=self._behind, ago=newer)
+            self._behind = -1
         coordinator.watched = {
             "hang_timeout": round(learned_timeout(self._longest, self._settings), 3),
             "recovery": self._recovery,

@@ -20,6 +20,7 @@ from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.core.process_tools import free_port
 from megatron_ft.launchers import trainer_host, warm_client
 from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.supervisor.event_log import EVENTS, EventLog
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.failures import RestartBudget
 from megatron_ft.supervisor.job_state import JobState
@@ -230,6 +231,7 @@ class Job:
         with JobState(self.folder / "state" / self.name, self.name) as state:
             self.supervisor = Supervisor(self.spec(), self.cluster, state)
             self.supervisor.observers.add(self._notice)
+            EventLog(self.folder / EVENTS, self.name).follow(self.supervisor)
             tasks = [asyncio.create_task(self._inject(faults)), asyncio.create_task(self._begin())]
             run = asyncio.create_task(self.supervisor.run())
             self.stop = Stop(self.supervisor, run)

@@ -6,19 +6,16 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
-from megatron_ft.cli.chaos.job import EVENTS, MODULE, JobFile, environment
+from megatron_ft.cli.chaos.job import MODULE, JobFile, environment
 from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.supervisor.event_log import EVENTS, RecordedEvent
 from megatron_ft.supervisor.job_state import read_record
 
 MOST_RESTARTS = 4
-
-RecordedEvent = Mapping[str, Any]
-"""A line of the job's events: "at" (monotonic seconds), "kind", "text", "incarnation", more."""
 
 
 class Follower:

@@ -8,10 +8,9 @@ other process.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +26,7 @@ from megatron_ft.core.scheme import Scheme
 from megatron_ft.launchers import trainer_host
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.supervisor.event_log import EVENTS, EventLog
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.spec import JobSpec
@@ -34,7 +34,6 @@ from megatron_ft.supervisor.supervisor import Supervisor
 
 MODULE = "megatron_ft.cli.chaos.job"
 TRAINING_MODULE = "megatron_ft.cli.chaos.training"
-EVENTS = "events.jsonl"
 ROLE = "MEGATRON_FT_CHAOS_ROLE"
 """Role of a process of the job: smp, drain or trainer; encoders have the name of their world."""
 
@@ -230,29 +229,10 @@ def python_words(argv: Sequence[str]) -> list[str]:
     return words[words.index(sys.executable) + 1 :] if sys.executable in words else words[1:]
 
 
-class EventFile:
-    """Appends events, each in one write, so that a killed supervisor loses none of them."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self.incarnation: Callable[[], int] = lambda: 0
-
-    def follow(self, supervisor: Supervisor) -> None:
-        """Record the events of a supervisor."""
-        self.incarnation = lambda: supervisor.coordinator.incarnation
-        supervisor.observers.add(self.record)
-
-    def record(self, event: JobEvent) -> None:
-        """Record an event of the supervisor, or of this process."""
-        known = {"at": event.monotonic, "kind": event.kind, "text": event.text}
-        line = {**known, "incarnation": self.incarnation(), **event.fields}
-        os.write(self._descriptor, json.dumps(line, default=str).encode() + b"\n")
-
-
 def main(arguments: Sequence[str]) -> int:
     """Lead the job to its end.  Exit codes: 0 finished, 1 stopped by an error that was recorded."""
     job = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=JobFile)
-    events = EventFile(job.place / EVENTS)
+    events = EventLog(job.place / EVENTS)
     started = f"supervisor {os.getpid()} started"
     events.record(JobEvent("supervisor", started, {"pid": os.getpid()}))
     try:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_ft.cli.chaos.follow import RecordedEvent
 from megatron_ft.cli.chaos.trace import Lines, differences, gaps
+from megatron_ft.supervisor.event_log import RecordedEvent
 
 
 @dataclass(frozen=True)

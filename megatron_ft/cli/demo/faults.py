@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megatron_ft.cli.chaos.follow import RecordedEvent
 from megatron_ft.cli.chaos.trace import TraceLine
+from megatron_ft.supervisor.event_log import RecordedEvent
 from megatron_ft.supervisor.heartbeats import PARTS
 
 Traces = Mapping[int, Sequence[TraceLine]]

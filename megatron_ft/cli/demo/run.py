@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-from megatron_ft.cli.chaos.follow import Follower, RecordedEvent
+from megatron_ft.cli.chaos.follow import Follower
 from megatron_ft.cli.chaos.inject import Injector, processes, send
 from megatron_ft.cli.chaos.job import JobFile
 from megatron_ft.cli.chaos.runner import run_oracle
@@ -27,6 +27,7 @@ from megatron_ft.cli.demo.settings import (
     job_of,
 )
 from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.supervisor.event_log import RecordedEvent
 
 POLL_SECONDS = 0.02
 SHOWN_EVERY = 5

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ft.cli.chaos.follow import RecordedEvent
 from megatron_ft.cli.chaos.judge import Story, byte_problems, restored, unplanned, walk
+from megatron_ft.supervisor.event_log import RecordedEvent
 
 RIGHT, HONEST = "right", "honest stop"
 WRONG_BYTES, WRONG_START, LOST = "wrong bytes", "wrong start", "lost commit"

@@ -1,0 +1,133 @@
+"""The events of a job on disk: one line of JSON each, across incarnations and supervisors.
+
+Each line has ``time`` (seconds since 1970), ``at`` (monotonic seconds of that machine), ``job``,
+``incarnation``, ``kind`` and ``text``, and beside these the event's own fields.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_ft.core import private_files
+from megatron_ft.supervisor.events import JobEvent
+
+if TYPE_CHECKING:
+    from megatron_ft.supervisor.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+EVENTS = "events.jsonl"
+"""Name of the file in a job's state folder."""
+
+_MOST_WAITING = 10_000
+_LARGEST_FILE = 1 << 30
+
+RecordedEvent = Mapping[str, Any]
+"""One line of the file."""
+
+
+class EventLog:
+    """Appends events to a file, each in one write, so that a killed supervisor loses none.
+
+    A disk that takes no more never ends the job: lines wait in memory and are tried again with the
+    next event, the newest 10,000 of them.
+    """
+
+    def __init__(self, path: Path, job: str = "") -> None:
+        self._path, self._job = path, job
+        self._incarnation: Callable[[], int] = lambda: 0
+        self._descriptor: int | None = None
+        self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
+        # A line before may have no end: a supervisor died in its write, or the disk was full.
+        self._torn = self._failed = False
+
+    def follow(self, supervisor: Supervisor) -> None:
+        """Record the events of a supervisor from now on."""
+        self._incarnation = lambda: supervisor.coordinator.incarnation
+        supervisor.observers.add(self.record)
+
+    def record(self, event: JobEvent) -> None:
+        """Record one event; a failure is logged once."""
+        line = {
+            "time": round(time.time(), 3),
+            "at": round(event.monotonic, 4),
+            "job": self._job,
+            "incarnation": self._incarnation(),
+            "kind": event.kind,
+            "text": event.text,
+        }
+        assert not line.keys() & event.fields.keys(), f"{event.kind} has a field of every event"
+        self._waiting.append(json.dumps({**line, **event.fields}, default=str).encode() + b"\n")
+        try:
+            self._write()
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                log.warning("%s takes no events for now (%s); they wait", self._path, error)
+            self._failed = True
+
+    def _write(self) -> None:
+        if self._descriptor is None:
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._descriptor = os.open(self._path, flags, 0o600)
+            size = os.fstat(self._descriptor).st_size
+            self._torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
+        while self._waiting:
+            line = b"\n" * self._torn + self._waiting[0]
+            self._torn = True
+            if os.write(self._descriptor, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._torn = False
+            self._waiting.popleft()
+
+
+class RecordedEvents(NamedTuple):
+    """Events in the order in which they were recorded, and how many lines were none."""
+
+    events: Sequence[RecordedEvent]
+    foreign: int
+
+
+def read_events(path: Path) -> RecordedEvents:
+    """The events of the newest job in a file; none if there is no file.
+
+    Torn and foreign lines are left out.
+    """
+    try:
+        raw = private_files.read_file(path, _LARGEST_FILE)
+    except FileNotFoundError:
+        return RecordedEvents((), 0)
+    found = [_event(line) for line in raw.split(b"\n") if line]
+    events = [event for event in found if event is not None]
+    jobs = [event["job"] for event in events]
+    return RecordedEvents(
+        [event for event in events if event["job"] == jobs[-1]], len(found) - len(events)
+    )
+
+
+_KEYS: Mapping[str, type | tuple[type, ...]] = {
+    "time": (int, float),
+    "at": (int, float),
+    "job": str,
+    "kind": str,
+    "text": str,
+}
+
+
+def _event(line: bytes) -> RecordedEvent | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(event, dict):
+        return None
+    known = all(isinstance(event.get(key), kind) for key, kind in _KEYS.items())
+    return event if known else None

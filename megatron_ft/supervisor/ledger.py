@@ -1,0 +1,269 @@
+"""The ledger of a job: every second of its wall time in exactly one category.  Pure.
+
+A job's time runs from the start of its first supervisor to its last event.  It is cut where events
+say that the job has begun to do something else; so the categories add up to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from megatron_ft.supervisor.failures import NODE_LOST
+
+PRODUCTIVE, REDONE, STALL = "productive", "redone", "stall"
+DETECT, DECIDE, REBUILD, START = "detect", "decide", "rebuild", "start"
+IDLE, HOLD, QUEUE = "idle", "hold", "queue"
+
+CATEGORIES: Mapping[str, str] = {
+    PRODUCTIVE: "iterations that were made for the first time",
+    REDONE: "iterations that were made before, and lost",
+    STALL: "training waited for a snapshot",
+    DETECT: "a fault had happened, and nobody knew",
+    DECIDE: "trainers were ended, and what to restore was decided",
+    REBUILD: "memory was made complete",
+    START: "trainers started, connected, built the model and restored",
+    IDLE: "waiting before the next start, after repeated failures",
+    HOLD: "waiting for replacement hosts",
+    QUEUE: "no supervisor ran",
+}
+
+SUPERVISING, ENDED, CAUGHT_UP = "supervising", "incarnation_ended", "caught_up"
+"""Kinds of events that only the ledger needs: a supervisor has begun, an incarnation has ended,
+and the iteration was reached at which the one before had ended."""
+
+_BEGINS = {
+    SUPERVISING: START,
+    ENDED: DECIDE,
+    "backoff": IDLE,
+    "holding": HOLD,
+    "restoring": REBUILD,
+    "trainers_started": START,
+    "training": PRODUCTIVE,
+    CAUGHT_UP: PRODUCTIVE,
+}
+"""Categories that events begin."""
+
+NODE = "node loss"
+_CLASSES = (
+    (NODE_LOST, NODE),
+    ("a hang", "hang"),
+    ("a trainer was killed", "signal"),
+    ("a trainer exited", "trainer exit"),
+    ("a rebuild failed", "corrupt memory"),
+    ("a checkpoint could not be loaded", "storage"),
+    ("a node has no room", "memory"),
+    ("ranks did not register", "launcher"),
+    ("a snapshot daemon", "daemon"),
+)
+
+Event = Mapping[str, Any]
+
+
+class Span(NamedTuple):
+    """A stretch of the job's time, in seconds since its beginning."""
+
+    category: str
+    start: float
+    stop: float
+    incarnation: int
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.stop - self.start
+
+
+@dataclass
+class Incident:
+    """The unplanned end of an incarnation, and what it cost.
+
+    ``at`` is in seconds since the job's beginning, ``source`` is where the restored bytes came
+    from, ``lost`` how many iterations were made again, ``down`` the seconds until training
+    continued, ``redone`` those in which it made again what was lost.
+    """
+
+    at: float
+    kind: str
+    text: str
+    incarnation: int
+    node: str = ""
+    iteration: int = -1
+    source: str = ""
+    lost: int = 0
+    down: float = 0.0
+    redone: float = 0.0
+
+
+@dataclass
+class Ledger:
+    """Seconds of wall time by category and incarnation, and the incidents among them."""
+
+    spans: list[Span] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
+    stalls: list[tuple[float, float]] = field(default_factory=list)
+    """When snapshots were committed, and for how long they had held training."""
+
+    @property
+    def wall(self) -> float:
+        """Seconds from the first event to the last."""
+        return self.spans[-1].stop - self.spans[0].start if self.spans else 0.0
+
+    def seconds(self, incarnation: int | None = None) -> dict[str, float]:
+        """Seconds by category, of one incarnation or of all."""
+        sums = dict.fromkeys(CATEGORIES, 0.0)
+        for span in self.spans:
+            if incarnation in (None, span.incarnation):
+                held = self._stalled(span)
+                sums[span.category] += span.seconds - held
+                sums[STALL] += held
+        return sums
+
+    def _stalled(self, span: Span) -> float:
+        if span.category not in (PRODUCTIVE, REDONE):
+            return 0.0
+        held = sum(s for at, s in self.stalls if span.start < at <= span.stop)
+        return min(held, span.seconds)
+
+    @property
+    def ettr(self) -> float:
+        """Productive share of wall time; 0 for a job of no time."""
+        return self.seconds()[PRODUCTIVE] / self.wall if self.wall else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, seconds to the millisecond."""
+        numbers = sorted({span.incarnation for span in self.spans})
+        return {
+            "wall": round(self.wall, 3),
+            "ettr": round(self.ettr, 4),
+            "seconds": _rounded(self.seconds()),
+            "incarnations": {str(n): _rounded(self.seconds(n)) for n in numbers},
+            "incidents": [
+                {k: round(v, 3) if isinstance(v, float) else v for k, v in vars(one).items()}
+                for one in self.incidents
+            ],
+        }
+
+
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in seconds.items()}
+
+
+def ledger(events: Sequence[Event]) -> Ledger:
+    """The ledger of a job's events, in the order in which they were recorded."""
+    writer = _Writer()
+    for at, event in timeline(events):
+        writer.take(at, event)
+    return writer.ledger
+
+
+def timeline(events: Iterable[Event]) -> Iterator[tuple[float, Event]]:
+    """Events with the seconds since the first one, which never go back.
+
+    Within a supervisor its monotonic clock counts, between two of them the wall clock: one that
+    was set back in between makes the gap 0.
+    """
+    origin: float | None = None
+    wall = monotonic = last = 0.0
+    for event in events:
+        if origin is None:
+            origin = event["time"]
+        if event["kind"] == SUPERVISING or not monotonic:
+            wall, monotonic = max(event["time"] - origin, last), event["at"]
+        last = max(last, wall + event["at"] - monotonic)
+        yield last, event
+
+
+class _Writer:
+    """Cuts the time of a job into spans, event by event."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self._category, self._since, self._incarnation = START, 0.0, 0
+        self._reached, self._wait = -1, 0.0
+        self._trained: int | None = None
+        """Index of the span of training that ended last."""
+
+    def take(self, at: float, event: Event) -> None:
+        """Account for the time up to an event."""
+        kind = event["kind"]
+        if kind == SUPERVISING and self.ledger.spans:
+            self._category = QUEUE
+        begins = _BEGINS.get(kind)
+        if kind == "training" and event.get("iteration", 0) < self._reached:
+            begins = REDONE
+        now = at
+        # Both are recorded a little later than they happen.
+        at = max(self._since, at - event["ago"]) if kind in (CAUGHT_UP, ENDED) else at
+        if self._category == IDLE and begins is not None:
+            at = self._end_wait(at)
+        self._cut(at, event, begins or self._category)
+        self._note(at, event)
+        self._span(now)
+
+    def _end_wait(self, at: float) -> float:
+        """A wait has no event at its end."""
+        waited = min(at, self._since + self._wait)
+        self._span(waited)
+        self._category = DECIDE
+        return at
+
+    def _cut(self, at: float, event: Event, category: str) -> None:
+        self._span(at)
+        self._category, self._incarnation = category, event.get("incarnation", 0)
+
+    def _span(self, stop: float) -> None:
+        spans = self.ledger.spans
+        span = Span(self._category, self._since, stop, self._incarnation)
+        last = spans[-1] if spans else None
+        if last is not None and (last.category, last.incarnation) == (span.category, span[3]):
+            spans[-1] = last._replace(stop=stop)
+        elif span.seconds or not spans:
+            spans.append(span)
+        self._since = stop
+
+    def _note(self, at: float, event: Event) -> None:
+        """Keep what later events are judged by."""
+        kind, incidents = event["kind"], self.ledger.incidents
+        self._reached = max(self._reached, event.get("reached", -1))
+        if kind in ("committed", "aborted", "dropped"):
+            self.ledger.stalls.append((at, event.get("stall", 0.0)))
+        elif kind == "backoff":
+            self._wait = event.get("seconds", 0.0)
+        elif kind == ENDED:
+            self._trained = len(self.ledger.spans) - 1
+            if not event.get("asked"):
+                incidents.append(_incident(at, event))
+        elif kind == "node_lost" and incidents and not incidents[-1].down:
+            # Its processes end one after the other; any of them may be the first to be missed.
+            incidents[-1].kind, incidents[-1].node = NODE, event.get("node", "")
+        elif kind == "restoring" and incidents:
+            one = incidents[-1]
+            one.iteration, one.source = event.get("iteration", -1), event.get("source", "")
+            one.lost = event.get("iterations_lost") or 0
+        elif kind == "training" and incidents and not incidents[-1].down:
+            incidents[-1].down = at - incidents[-1].at
+        elif kind == CAUGHT_UP and incidents:
+            incidents[-1].redone = self.ledger.spans[-1].seconds
+        elif kind == "recovered" and self._trained is not None:
+            self._move_detection(event.get("detect", 0.0))
+
+    def _move_detection(self, seconds: float) -> None:
+        """The last seconds of the training that a fault ended were none: nobody knew of it."""
+        spans, index = self.ledger.spans, self._trained
+        self._trained = None
+        if index is None or not seconds or spans[index].category not in (PRODUCTIVE, REDONE):
+            return
+        span = spans[index]
+        known = max(span.start, span.stop - seconds)
+        spans[index : index + 1] = [
+            span._replace(stop=known),
+            Span(DETECT, known, span.stop, span.incarnation),
+        ]
+
+
+def _incident(at: float, event: Event) -> Incident:
+    cause = event.get("cause", "")
+    kind = next((name for prefix, name in _CLASSES if cause.startswith(prefix)), cause or "other")
+    return Incident(at, kind, event["text"], event.get("incarnation", 0), event.get("node", ""))
