@@ -48,10 +48,12 @@ def told(job: Job, kind: str) -> list[str]:
     return [event.text for event in job.events if event.kind == kind]
 
 
-def check(folder: Path, ranks: int, iterations: int = ITERATIONS) -> None:
+def check(
+    folder: Path, ranks: int, iterations: int = ITERATIONS, elements: int = program.ELEMENTS
+) -> None:
     """All elements are as they must be, bit by bit, and the last ranks held each of them once."""
     parts = [torch.load(folder / f"end-{rank}-{ranks}") for rank in range(ranks)]
-    wanted = program.expected(iterations)
+    wanted = program.expected(iterations, elements)
     starts = np.cumsum([0, *(len(vector) for _, vector, _ in parts)])
     assert [start for start, *_ in parts] == starts[:-1].tolist()
     for number, whole in enumerate(wanted):
