@@ -3,12 +3,14 @@
     python -m benchmarks [capture] [coding] [stripes] [training] [--mib 512] [--rounds 7]
                          [--arenas FOLDER] [--job-seconds 900] [--markdown FILE] [--json FILE]
     python -m benchmarks --peers [--minutes 12] [--only WAY]...
+    python -m benchmarks reshape [--mib 512] [--rounds 7]
     python -m benchmarks restart [--seeds 20] [--only TRAINING]... | [--soak 200]
 
 Figures are ratios within one run: a yardstick and what is compared with it take turns, and
 the median of the rounds counts.  Leave the machine alone meanwhile.  --peers installs other
 projects' ways of saving into an environment of their own and measures them beside ours.
-``restart`` measures how long training stands after faults, in seconds.
+``restart`` measures how long training stands after faults, in seconds; ``reshape`` how long a
+state takes to fewer ranks, in memory and by a checkpoint of DCP.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from benchmarks.capturing import SHARED_MEMORY
 from benchmarks.jobs import Jobs
 from benchmarks.peers import comparison, cycles
 from benchmarks.peers.catalogue import WAYS
+from benchmarks.reshape import measure as reshapes
 from benchmarks.restart import measure as restarts
 from benchmarks.stripe import rows as stripes
 from benchmarks.table import Row, as_json, markdown
@@ -41,6 +44,9 @@ VECTORS = ("avx2", "avx512bw", "vpclmulqdq", "gfni")
 PARTS = ("capture", "coding", "stripes", "training")
 RESTART = "restart"
 """Takes an hour, and is no part of all."""
+
+RESHAPE = "reshape"
+"""Needs nine times the memory of the state, and is no part of all either."""
 
 
 def main() -> int:
@@ -122,7 +128,10 @@ def _arguments() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "parts", nargs="*", choices=[*PARTS, RESTART, []], help="default: all but restart"
+        "parts",
+        nargs="*",
+        choices=[*PARTS, RESHAPE, RESTART, []],
+        help="default: all but reshape and restart",
     )
     parser.add_argument("--mib", type=int, default=512, help="state of a rank (512)")
     parser.add_argument("--rounds", type=int, default=7, help="of each figure (7)")
@@ -150,6 +159,7 @@ def _arguments() -> argparse.ArgumentParser:
 def _parts(wanted: Sequence[str], options: argparse.Namespace) -> Iterator[Iterator[Row]]:
     """What is measured; each part by itself, so that one that fails costs no other."""
     rounds, device, arenas = options.rounds, options.device, options.arenas
+    jobs = Jobs(rounds, device, arenas, options.job_seconds)
     if "capture" in wanted:
         yield from memory.parts(options.mib, rounds, device, arenas)
     if "coding" in wanted:
@@ -157,8 +167,9 @@ def _parts(wanted: Sequence[str], options: argparse.Namespace) -> Iterator[Itera
     if "stripes" in wanted:
         yield stripes.rows(min(options.mib, 64), rounds)
     if "training" in wanted:
-        jobs = Jobs(rounds, device, arenas, options.job_seconds)
         yield from training.parts(options.mib // 2, jobs)
+    if RESHAPE in wanted:
+        yield reshapes.rows(options.mib, jobs)
 
 
 def _where(device: str) -> str:

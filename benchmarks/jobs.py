@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,9 @@ from megatron_ft.core.process_tools import free_port
 from megatron_ft.launchers.virtual import VirtualCluster
 
 END_SECONDS = 60.0
+LOG = "supervisor.log"
+NODES = [f"node{number}" for number in range(8)]
+"""Names of the virtual nodes of `megatron-ft run`."""
 
 
 @dataclass(frozen=True)
@@ -42,29 +45,36 @@ def _environment() -> dict[str, str]:
 
 
 def supervised(
-    program: list[str], ranks: int, folder: Path, limit_seconds: float, interval: int = 1
+    program: list[str],
+    ranks: int,
+    folder: Path,
+    limit_seconds: float,
+    interval: int = 1,
+    *,
+    more_flags: Sequence[str] = (),
+    meanwhile: Callable[[VirtualCluster], object] = bool,
 ) -> None:
     """Run a program in ``ranks`` ranks, each on a node of its own, with all that is kept in
     ``folder``, and snapshots every ``interval`` iterations; RuntimeError with the end of the log
-    unless it ends well in time."""
+    unless it ends well in time.  ``meanwhile`` is called while it runs."""
     protect = "xor:2" if ranks > 1 else "none"
     job = f"benchmark-{uuid.uuid4().hex[:8]}"
     flags = ["--job", job, "--nodes", str(ranks), "--protect", protect]
     flags += ["--state-dir", str(folder / "state"), "--arena-dir", str(folder / "arenas")]
-    flags += ["--from-scratch"]
+    flags += ["--from-scratch", *more_flags]
     command = [sys.executable, "-m", "megatron_ft.cli.main", "run", *flags, "--", *program]
     environment = {**_environment(), "MEGATRON_FT_SNAPSHOT_INTERVAL": str(interval)}
-    log = folder / "supervisor.log"
+    log, cluster = folder / LOG, VirtualCluster(job, NODES[:ranks], folder / "arenas")
     try:
         with log.open("w") as to:
             supervisor = subprocess.Popen(command, env=environment, stdout=to, stderr=to)
-            (code,) = _ended([supervisor], limit_seconds)
+            (code,) = _ended([supervisor], limit_seconds, lambda: meanwhile(cluster))
     except TimeoutError as error:
         raise RuntimeError(f"{error}: {log.read_text()[-3000:]}") from error
     finally:
         # A job that is not finished keeps its memory, for a next incarnation that nobody will
         # start.
-        VirtualCluster(job, ["node0"], folder / "arenas").destroy()
+        cluster.destroy()
     if code:
         raise RuntimeError(f"the job failed ({code}): {log.read_text()[-3000:]}")
 
@@ -82,12 +92,17 @@ def alone(program: list[str], ranks: int, limit_seconds: float) -> None:
         raise RuntimeError(f"the ranks ended with {codes}")
 
 
-def _ended(children: Sequence[subprocess.Popen[bytes]], limit_seconds: float) -> list[int]:
+def _ended(
+    children: Sequence[subprocess.Popen[bytes]],
+    limit_seconds: float,
+    meanwhile: Callable[[], object] = bool,
+) -> list[int]:
     """Exit codes; TimeoutError if one has not ended by itself.
 
     None outlives this call, and a supervisor has time to end its own processes.
     """
     try:
+        meanwhile()
         return [child.wait(timeout=limit_seconds) for child in children]
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"no end within {limit_seconds:g} s") from None

@@ -61,6 +61,21 @@ def shrink(
     return True
 
 
+def nodes_without(
+    spec: JobSpec, state: JobState, members: Membership, leaving: Collection[str]
+) -> list[str]:
+    """The nodes with which a job continues that some shall leave, in the order of their ranks.
+
+    Empty if it shall not shrink, or cannot.
+    """
+    active, rule = members.active, state.record.rank_rule
+    if spec.settings.on_no_spare != SHRINK or rule is None:
+        return []
+    left = [node for node in active if node not in leaving]
+    chosen, _ = fewer_nodes(left, len(active), spec.ranks_per_node, rule, spec.domains, spec.scheme)
+    return chosen
+
+
 def more_nodes(
     spec: JobSpec, state: JobState, members: Membership, there: Collection[str]
 ) -> list[str]:

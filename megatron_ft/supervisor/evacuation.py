@@ -1,9 +1,9 @@
-"""Planned moves: ranks move to a spare, or to nodes that have come back; no iteration is lost.
+"""Planned moves: ranks move to a spare, or to fewer or more nodes; no iteration is lost.
 
-A user asks for an evacuation, an SMP that got SIGTERM, or a scheduler that drains a node.  A job
-that has shrunk grows when nodes are back.  The next iteration boundary is captured, and trainers
-stay there until the snapshot is committed with parity.  Then this incarnation ends, and the next
-one begins with the other nodes.
+A user asks for an evacuation, an SMP that got SIGTERM, or a scheduler that drains a node.  Where no
+spare is left the job shrinks, if it may; it grows again when nodes are back.  The next iteration
+boundary is captured, and trainers stay there until the snapshot is committed with parity.  Then
+this incarnation ends, and the next one begins with the other nodes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Standing:
     """State of a job when an evacuation is asked for.
 
     ``spares`` are the nodes that could take over, ``wanted`` those that shall leave, which no
-    ranks move to.
+    ranks move to; ``fewer`` those with which the job could continue without a spare.
     """
 
     active: Collection[str]
@@ -61,6 +61,12 @@ class Standing:
     redundant: bool
     paused: bool
     stopping: bool
+    fewer: Collection[str] = ()
+
+    @property
+    def free(self) -> set[str]:
+        """Spares that stay."""
+        return set(self.spares) - set(self.wanted)
 
     def against(self, node: str) -> str:
         """Reason why ``node`` cannot be evacuated now, or "".  Pure."""
@@ -74,8 +80,7 @@ class Standing:
             return "--protect none leaves no copy from which another node could have its shards"
         if self.paused:
             return "snapshots are paused; `megatron-ft resume` first"
-        free = set(self.spares) - set(self.wanted)
-        if free:
+        if self.free or self.fewer:
             return ""
         also = ", ".join(sorted(set(self.spares) & set(self.wanted)))
         return "no spare is left" + (f": {also} shall leave, too" if also else "")
@@ -116,10 +121,13 @@ class Evacuations:
         world: WorldKeeper,
         redundant: bool,
         more_nodes: Callable[[Collection[str]], list[str]],
+        nodes_without: Callable[[Collection[str]], list[str]],
     ) -> None:
-        """``more_nodes`` says with which of the nodes that are there the job could grow."""
+        """``more_nodes`` says with which of the nodes that are there the job could grow,
+        ``nodes_without`` with which it could continue without some of those that train."""
         self.stopping, self.standing = False, 0.0
         self._more_nodes, self._growths, self._grow_after = more_nodes, 0, 0.0
+        self._nodes_without = nodes_without
         self._launcher, self._coordinator, self._members = launcher, coordinator, members
         self._world, self._redundant = world, redundant
         self._drained: set[str] = set()
@@ -136,15 +144,19 @@ class Evacuations:
                 if await self._grow():
                     return Failure("nodes are back", asked=True)
                 continue
-            node, reason = request.node, self._standing().against(request.node)
+            node, standing = request.node, self._standing(request.node)
+            reason = standing.against(node)
             if request.undo:
                 self._undo(request)
                 continue
             moves = not reason and node in self._members.active
             if moves:
                 self._note(request, "moving", f"{node} is being evacuated ({request.reason})")
-                await self._world.prepare(self._members.active_without(node))
-                reason = await self._capture() or self._standing().against(node)
+                if standing.free:
+                    await self._world.prepare(self._members.active_without(node))
+                reason = await self._capture()
+                standing = self._standing(node)
+                reason = reason or standing.against(node)
             if reason:
                 self._coordinator.permit_again()
                 self._world.drop_prepared()
@@ -153,6 +165,8 @@ class Evacuations:
             self._members.evacuate(node)
             if moves:
                 self._moving = request, self._members.active.index(node)
+                if not standing.free:
+                    self._continue_on("shrunk", f"{node} leaves", list(standing.fewer))
                 return Failure(f"{node} is evacuated", asked=True)
             self._note(request, "moved", f"{node} had no ranks; it is no spare any more")
 
@@ -164,10 +178,14 @@ class Evacuations:
         (request, position), self._moving = self._moving, None
         node, spare = request.node, plan.active[min(position, len(plan.active) - 1)]
         if node in plan.active:
-            self._refuse(request, "the spare was lost meanwhile")
+            other = "another node" if plan.reshaped else "the spare"
+            self._refuse(request, f"{other} was lost meanwhile")
         else:
             lost = max(0, reached - plan.decision.iteration)
-            text = f"{node} is evacuated: {spare} has its ranks, {lost} iterations are lost"
+            where = f"{spare} has its ranks"
+            if plan.reshaped:
+                where = f"{len(plan.active)} nodes have its state"
+            text = f"{node} is evacuated: {where}, {lost} iterations are lost"
             self._note(request, "moved", text)
 
     async def _next(self) -> m.Evacuate | None:
@@ -197,13 +215,15 @@ class Evacuations:
             self._coordinator.ask_evacuation(m.Evacuate(node, uuid.uuid4().hex, reason[:256]))
         self._drained = set(leaving)
 
-    def _standing(self) -> Standing:
+    def _standing(self, node: str) -> Standing:
         requests = self._coordinator.evacuations.values()
+        wanted = self._members.leaving | {r.node for r in requests if not r.undo}
         return Standing(
             active=self._members.active,
             others=self._launcher.nodes(),
             spares=self._members.free_spares(),
-            wanted=self._members.leaving | {r.node for r in requests if not r.undo},
+            wanted=wanted,
+            fewer=self._nodes_without(wanted | {node}),
             redundant=self._redundant,
             paused=self._coordinator.paused,
             stopping=self.stopping,
@@ -219,12 +239,16 @@ class Evacuations:
             self._coordinator.permit_again()
             emit("not_grown", f"the job stays with {len(self._members.active)} nodes: {reason}")
             return False
+        self._continue_on("grown", "nodes are back", chosen)
+        return True
+
+    def _continue_on(self, kind: str, reason: str, chosen: list[str]) -> None:
+        """Have the next incarnation train on these nodes, fewer or more than now."""
         before = len(self._members.active)
         self._members.train_on(chosen)
-        text = f"nodes are back: continuing with {len(chosen)} instead of {before}"
+        text = f"{reason}: continuing with {len(chosen)} instead of {before}"
         text += f", {self._members.ranks} ranks: {', '.join(chosen)}"
-        emit("grown", text, nodes=chosen, ranks=self._members.ranks)
-        return True
+        self._coordinator.observers.emit(kind, text, nodes=chosen, ranks=self._members.ranks)
 
     def _larger(self) -> list[str]:
         """The nodes with which the job could grow now; empty if it cannot, or shall not yet."""

@@ -98,11 +98,11 @@ class Membership:
 
     def source_places(self, admitted: Inventories) -> dict[str, str]:
         """Node of each shard of an older layout; those of lost nodes go to others in turn."""
-        there = self.usable(admitted)
+        there, holders = self.usable(admitted), self._holders(admitted)
         places = self._state.record.sources
         lost = itertools.count()
         return {
-            shard: node if node in there else there[next(lost) % len(there)]
+            shard: node if node in holders else there[next(lost) % len(there)]
             for shard, node in places.items()
         }
 
@@ -223,6 +223,10 @@ class Membership:
         away = self._aside | self.evacuated
         return [node for node in admitted if node not in away]
 
+    def _holders(self, admitted: Inventories) -> set[str]:
+        """Nodes that shards of an older layout are read from: not the one that is leaving."""
+        return set(admitted) - self._aside - (self._on_the_move - set(self.active))
+
     @property
     def evacuated(self) -> set[str]:
         """Nodes that do not train any more and are no spares."""
@@ -330,14 +334,14 @@ class Membership:
 
     def owned_sources(self, admitted: Inventories) -> list[m.Inventory]:
         """As ``owned``, of the shards of an older layout; they may not be sources yet."""
-        record = self._state.record
+        record, holders = self._state.record, self._holders(admitted)
         return [
             msgspec.structs.replace(
                 inventory,
                 arenas=tuple(
                     arena
                     for arena in inventory.sources or (() if record.shards else inventory.arenas)
-                    if record.sources.get(arena.shard_id) == node
+                    if record.sources.get(arena.shard_id) == node and node in holders
                 ),
             )
             for node, inventory in admitted.items()

@@ -32,7 +32,7 @@ from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.disk_restore import DiskRestores, LoadError
 from megatron_ft.supervisor.drains import Drains, noted_places
-from megatron_ft.supervisor.elastic import more_nodes, shrink
+from megatron_ft.supervisor.elastic import more_nodes, nodes_without, shrink
 from megatron_ft.supervisor.emergency_drain import EmergencyDrain
 from megatron_ft.supervisor.encoder_world import EncoderWorld, WorldKeeper
 from megatron_ft.supervisor.evacuation import Evacuations
@@ -114,6 +114,7 @@ class Supervisor:
             self.world,
             redundant,
             partial(more_nodes, spec, state, self.members),
+            partial(nodes_without, spec, state, self.members),
         )
         self._watch = JobWatch(self.coordinator, spec.settings, spec.log_dir)
         self.observers.add(self._note_commit)

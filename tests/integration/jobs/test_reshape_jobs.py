@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ft.cli.main import main
 from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.supervisor.membership import NoSpareError
 from tests.programs import elastic_training as program
@@ -48,10 +50,12 @@ def told(job: Job, kind: str) -> list[str]:
     return [event.text for event in job.events if event.kind == kind]
 
 
-def check(folder: Path, ranks: int, iterations: int = ITERATIONS) -> None:
+def check(
+    folder: Path, ranks: int, iterations: int = ITERATIONS, elements: int = program.ELEMENTS
+) -> None:
     """All elements are as they must be, bit by bit, and the last ranks held each of them once."""
     parts = [torch.load(folder / f"end-{rank}-{ranks}") for rank in range(ranks)]
-    wanted = program.expected(iterations)
+    wanted = program.expected(iterations, elements)
     starts = np.cumsum([0, *(len(vector) for _, vector, _ in parts)])
     assert [start for start, *_ in parts] == starts[:-1].tolist()
     for number, whole in enumerate(wanted):
@@ -196,6 +200,47 @@ def test_a_job_grows_when_its_node_is_back(made: list[Job], tmp_path: Path) -> N
     last = [e for e in job.events if e.kind == "restoring"][-1]
     assert last.fields["iterations_lost"] == 0, job.story()
     check(tmp_path, 4, iterations)
+
+
+def evacuate(job: Job, node: str) -> int:
+    words = ["evacuate", node, "--job", job.name, "--arena-dir", str(job.cluster.root)]
+    return main([*words, "--wait-seconds", "100"])
+
+
+def test_a_node_is_evacuated_without_a_spare(made: list[Job], tmp_path: Path) -> None:
+    """Training stands at a captured boundary until three nodes have what four had."""
+    iterations = 1200
+    job = elastic_job(tmp_path, command_flags={"iterations": iterations})
+    made.append(job)
+    job.at_event = {"reshaped": finish}
+    codes = []
+    job.run((10, lambda job: codes.append(evacuate(job, "n1"))))
+    assert codes == [0], job.story()
+    assert told(job, "evacuated") == [
+        "n1 is evacuated: 3 nodes have its state, 0 iterations are lost"
+    ]
+    (line,) = told(job, "shrunk")
+    assert "n1 leaves: continuing with 3 instead of 4, 3 ranks: n0, n2, n3" in line, job.story()
+    assert not told(job, "node_lost") and "n1" in job.supervisor.members.evacuated, job.story()
+    done = [json.loads(line)[0] for line in (tmp_path / "samples-0").read_text().splitlines()]
+    assert done == list(range(1, iterations + 1)), "no iteration is done twice"
+    check(tmp_path, 3, iterations)
+
+
+@MORE
+def test_a_node_that_was_to_leave_stays_when_another_is_lost(
+    made: list[Job], tmp_path: Path
+) -> None:
+    job = elastic_job(tmp_path, command_flags={"iterations": 1200})
+    made.append(job)
+    job.at_event = {"shrunk": lose("n2"), "reshaped": finish}
+    codes = []
+    job.run((10, lambda job: codes.append(evacuate(job, "n1"))))
+    assert codes == [1], job.story()
+    (line,) = told(job, "not_evacuated")
+    assert "another node was lost meanwhile" in line, job.story()
+    assert job.supervisor.members.active == ["n0", "n1", "n3"], job.story()
+    check(tmp_path, 3, 1200)
 
 
 def test_ranks_may_decline_a_snapshot_of_another_layout(made: list[Job], tmp_path: Path) -> None:
