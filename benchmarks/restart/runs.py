@@ -22,7 +22,7 @@ from megatron_ft.cli.demo.faults import (
     recoveries,
 )
 from megatron_ft.cli.demo.final_state import compare_runs
-from megatron_ft.cli.demo.run import ProtectedRun
+from megatron_ft.cli.demo.protected_run import ProtectedRun
 from megatron_ft.cli.demo.settings import CORPUS_BYTES, DemoFolders
 
 SHOWN = 8

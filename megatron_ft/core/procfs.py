@@ -64,6 +64,16 @@ def read_status(pid: int | Literal["self"]) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
+def storage_bytes_read() -> int | None:
+    """Bytes that storage has delivered to this process, memory swapped in included (proc(5)).
+
+    None where the kernel does not count them.
+    """
+    lines = _read(os.getpid(), "io").decode().splitlines()
+    counts = dict(line.split(": ") for line in lines)
+    return int(counts["read_bytes"]) if "read_bytes" in counts else None
+
+
 def read_environment(pid: int) -> dict[str, str]:
     """The environment that a process was started with; empty if it ended or is not ours.
 

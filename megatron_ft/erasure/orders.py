@@ -18,7 +18,7 @@ from uuid import UUID
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotHeader
-from megatron_ft.core import private_files
+from megatron_ft.core import private_files, procfs
 from megatron_ft.core.background import Pace
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.fault_points import reach
@@ -125,6 +125,7 @@ class OrderRunner:
 
     def _reshape(self, order: ReshapeOrder) -> Iterator[Message]:
         """Fill this node's shards of a new layout; a report of each."""
+        before = procfs.storage_bytes_read()
         held = {shard: self._held(order, shard, place) for shard, place in order.held.items()}
         new = {shard: self._new(place) for shard, place in order.new.items()}
         reach("reshape.ordered")
@@ -137,12 +138,15 @@ class OrderRunner:
             iteration=order.iteration,
         )
         for result in done.values():
+            now = procfs.storage_bytes_read()
             yield Reshaped(
                 world=order.world,
                 record=result.record,
                 bytes_needed=result.bytes_needed,
                 bytes_received=result.bytes_received,
+                storage_bytes_read=None if now is None or before is None else now - before,
             )
+            before = now
         for place in order.new.values():
             self._shelf.drop(place.arena)
 

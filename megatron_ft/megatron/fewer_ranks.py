@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_ft.core.identity import RankRule
@@ -51,5 +53,65 @@ def refusals(args: Any) -> list[str]:
 
 def _batch_is_given(args: Any) -> bool:
     """True if the user chose the global batch size; releases before 0.19 do not remember it."""
-    default = bool(args.global_batch_size != args.micro_batch_size * args.data_parallel_size)
-    return bool(getattr(args, "_is_global_batch_size_explicitly_specified", default))
+    known = getattr(args, "_is_global_batch_size_explicitly_specified", None)
+    if known is None:
+        return bool(args.global_batch_size != args.micro_batch_size * args.data_parallel_size)
+    return bool(known)
+
+
+_SIZES = (
+    "tensor-model-parallel-size",
+    "pipeline-model-parallel-size",
+    "context-parallel-size",
+    "expert-model-parallel-size",
+    "num-distributed-optimizer-instances",
+)
+_NUMBERS = (
+    "micro-batch-size",
+    "global-batch-size",
+    "expert-tensor-parallel-size",
+    "num-experts",
+    "eval-global-batch-size",
+    "eval-micro-batch-size",
+    "num-layers",
+    "num-layers-per-virtual-pipeline-stage",
+    "num-virtual-stages-per-pipeline-rank",
+)
+# Megatron derives sizes from these, or from files that they name.
+_DERIVED = (
+    "yaml-cfg",
+    "use-checkpoint-args",
+    "pipeline-model-parallel-layout",
+    "hybrid-layer-pattern",
+    "account-for-embedding-in-pipeline-split",
+    "account-for-loss-in-pipeline-split",
+)
+
+
+def arguments_of(command: Sequence[str]) -> argparse.Namespace | None:
+    """Megatron's arguments in a command line, for ``rule_of`` and ``refusals``.
+
+    None if only the ranks can say: flags are missing, or Megatron derives sizes from others.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in _SIZES:
+        parser.add_argument(f"--{name}", type=int, default=1)
+    for name in _NUMBERS:
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--rampup-batch-size", nargs="*")
+    parser.add_argument("--step-batch-size-schedule")
+    flags = {word.partition("=")[0] for word in command}
+    if flags & {f"--{name}" for name in _DERIVED}:
+        return None
+    try:
+        args, _ = parser.parse_known_args([word for word in command if word != "--"])
+    except argparse.ArgumentError:
+        return None
+    if not args.micro_batch_size:
+        return None
+    stages, layers = args.num_virtual_stages_per_pipeline_rank, args.num_layers or 0
+    if stages is None and (per_stage := args.num_layers_per_virtual_pipeline_stage):
+        stages = layers // args.pipeline_model_parallel_size // per_stage
+    args.virtual_pipeline_model_parallel_size = stages if (stages or 0) > 1 else None
+    args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
+    return args

@@ -334,12 +334,17 @@ class ReshapeOrder(Message, frozen=True):
 
 
 class Reshaped(Message, frozen=True):
-    """Encoder to SMP: this shard of a new layout is filled and sealed."""
+    """Encoder to SMP: this shard of a new layout is filled and sealed.
+
+    ``storage_bytes_read`` is what the encoder has read from storage since the report before this
+    one of the same order; None where the kernel does not count it.
+    """
 
     world: str
     record: SealedRecord
     bytes_needed: Count
     bytes_received: Count
+    storage_bytes_read: Count | None
 
 
 class Encoded(Message, frozen=True):

@@ -25,7 +25,13 @@ from megatron_ft.core.errors import (
     StaleIncarnationError,
 )
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.erasure.stripes import check_domains, crowded, members_of, possible_scheme
+from megatron_ft.erasure.stripes import (
+    Domains,
+    check_domains,
+    crowded,
+    members_of,
+    possible_scheme,
+)
 from megatron_ft.launchers.launcher import Launcher, NodeUnreachable
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.admission import (
@@ -294,11 +300,8 @@ class Membership:
     @property
     def scheme(self) -> Scheme:
         """The scheme of new stripes: the one asked for, or the nearest for fewer nodes."""
-        wanted, domains = self._spec.scheme, self._spec.domains
-        if len(self.active) >= self._spec.nodes or not wanted.parity_members:
-            return wanted
-        largest = max(map(len, members_of(self.active, domains).values()))
-        return possible_scheme(len(self.active), largest, wanted) or wanted
+        spec = self._spec
+        return scheme_over(self.active, spec.nodes, spec.domains, spec.scheme)
 
     def set_aside(self, refusal: NoRoomError) -> bool:
         """Have the next incarnation give the position of a node without room to another spare.
@@ -452,6 +455,15 @@ class Membership:
 
     def _emit(self, kind: str, text: str, node: str) -> None:
         self._coordinator.observers.emit(kind, text, node=node)
+
+
+def scheme_over(nodes: Sequence[str], asked: int, domains: Domains, wanted: Scheme) -> Scheme:
+    """The scheme of stripes over ``nodes`` of a job that asked for so many: ``wanted``, or for
+    fewer nodes the nearest."""
+    if len(nodes) >= asked or not wanted.parity_members:
+        return wanted
+    largest = max(map(len, members_of(nodes, domains).values()))
+    return possible_scheme(len(nodes), largest, wanted) or wanted
 
 
 def _first_active(spec: JobSpec, launcher: Launcher, before: Sequence[str] = ()) -> list[str]:

@@ -410,7 +410,17 @@ async def rebuild(coordinator: Coordinator, plan: RestorePlan, snapshot: Snapsho
         )
         for node in plan.nodes
     }
-    await shards_made(coordinator, requests, snapshot, plan.lost(), "rebuild")
+    started = time.monotonic()
+    reports = await shards_made(coordinator, requests, snapshot, plan.lost(), "rebuild")
+    seconds = time.monotonic() - started
+    decoded = sum(report.record.used_bytes for report in reports)
+    coordinator.observers.emit(
+        "rebuilt",
+        f"{len(reports)} lost shards rebuilt from parity in {seconds:.2f} s "
+        f"({decoded / (1 << 20):.0f} MiB)",
+        bytes_decoded=decoded,
+        seconds=seconds,
+    )
 
 
 async def shards_made(

@@ -62,14 +62,19 @@ async def reshape(coordinator: Coordinator, plan: RestorePlan, places: Mapping[s
     made = [report for report in reports if isinstance(report, m.Reshaped)]
     needed = sum(report.bytes_needed for report in made)
     received = sum(report.bytes_received for report in made)
+    counts = [report.storage_bytes_read for report in made]
+    stored = sum(count for count in counts if count is not None)
+    measured = {} if None in counts else {"storage_bytes_read": stored}
+    from_disk = f"{stored} bytes were" if stored else "nothing was"
     seconds = time.monotonic() - started
     coordinator.observers.emit(
         "reshaped",
         f"iteration {iteration}: {len(plan.places)} shards reshaped to {len(places)} in "
         f"{seconds:.2f} s ({needed / (1 << 20):.0f} MiB, {received / (1 << 20):.0f} MiB between "
-        "nodes); nothing was read from disk",
+        f"nodes); {from_disk} read from disk",
         iteration=iteration,
         bytes_needed=needed,
         bytes_received=received,
+        **measured,
         seconds=seconds,
     )

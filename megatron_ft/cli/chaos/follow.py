@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -27,15 +29,24 @@ class Follower:
         self.events: list[RecordedEvent] = []
         self.restarts = 0
         self._file = job.place / "job.json"
-        self._file.write_bytes(msgspec.json.encode(job))
         self._rest, self._at = b"", 0
         self.process: LocalProcess
 
     def start(self) -> None:
         """Start a supervisor, as a user runs the same command again."""
+        self._file.write_bytes(msgspec.json.encode(self.job))
         argv = [sys.executable, "-m", MODULE, str(self._file)]
         log = self.job.place / "supervisor.log"
         self.process = self.cluster.start_supervisor(argv, environment(self.job), log)
+
+    def leave(self, seconds: float = 60.0) -> None:
+        """Have the supervisor end as on a user's SIGTERM; the job's memory is kept.
+
+        ControlPlaneError if it does not end in time.
+        """
+        os.kill(self.process.pid, signal.SIGTERM)
+        self.process.join(seconds)
+        self.read()
 
     def read(self) -> list[RecordedEvent]:
         """The events that were recorded since the last call; all are in ``events``."""

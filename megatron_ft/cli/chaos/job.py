@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from megatron_ft.supervisor.event_log import EVENTS, EventLog
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.spec import JobSpec
-from megatron_ft.supervisor.supervisor import Supervisor
+from megatron_ft.supervisor.supervisor import Stop, Supervisor
 
 MODULE = "megatron_ft.cli.chaos.job"
 TRAINING_MODULE = "megatron_ft.cli.chaos.training"
@@ -230,7 +231,11 @@ def python_words(argv: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Lead the job to its end.  Exit codes: 0 finished, 1 stopped by an error that was recorded."""
+    """Lead the job to its end.
+
+    Exit codes: 0 finished, or left on SIGTERM with its memory kept; 1 stopped by an error that was
+    recorded.
+    """
     job = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=JobFile)
     events = EventLog(job.place / EVENTS)
     started = f"supervisor {os.getpid()} started"
@@ -239,7 +244,10 @@ def main(arguments: Sequence[str]) -> int:
         with JobState(job.state_dir, job.name) as state:
             supervisor = Supervisor(job.spec(), job.cluster(), state)
             events.follow(supervisor)
-            asyncio.run(supervisor.run())
+            asyncio.run(_run(supervisor))
+    except asyncio.CancelledError:
+        events.record(JobEvent("left", "the supervisor was asked to end; memory is kept"))
+        return 0
     except BaseException as error:
         ours, name = isinstance(error, MegatronFTError), type(error).__name__
         kind = "stopped" if ours else "crashed"
@@ -249,6 +257,13 @@ def main(arguments: Sequence[str]) -> int:
         raise
     events.record(JobEvent("ended", "the job has ended"))
     return 0
+
+
+async def _run(supervisor: Supervisor) -> None:
+    task = asyncio.ensure_future(supervisor.run())
+    stop = Stop(supervisor, task)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.at_once)
+    await task
 
 
 def environment(job: JobFile) -> dict[str, str]:

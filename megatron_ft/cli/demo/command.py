@@ -3,6 +3,7 @@
   megatron-ft demo
   megatron-ft demo --tp 2 --pp 2 --seed 7 --json report.json
   megatron-ft demo --protect rs:2+2 --lose 2
+  megatron-ft demo --tp 2 --reshape tp=1,dp=3
 
 Four virtual nodes on this machine train, with one in reserve.  A trainer is killed in the
 middle of an iteration, later a whole node with its memory is lost, then the trainer and the
@@ -19,7 +20,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="nodes lost at once; more than the protection covers shows how the job refuses to go "
         "on (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--reshape",
+        metavar="LAYOUT",
+        help="after the faults, stop the job, lose nodes, and start it again with other sizes of "
+        "parallelism, as tp=1,dp=3; those that are not named stay",
     )
     parser.add_argument("--iterations", type=int, default=80, help="length (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="who is hit, and when (%(default)s)")
@@ -98,12 +105,16 @@ def main(arguments: argparse.Namespace) -> int:
 
 def settings_from(arguments: argparse.Namespace) -> DemoSettings:
     """The demo that the flags describe; ConfigError or ProtectionError if it makes no sense."""
+    from megatron_ft.cli.demo.layout_option import read_layout
     from megatron_ft.cli.demo.settings import DemoFolders, DemoSettings, job_of
 
+    text: str | None = arguments.reshape
     given = {field.name: getattr(arguments, field.name) for field in fields(DemoSettings)}
     if arguments.spares is None:
         given["spares"] = max(1, arguments.lose)
-    settings = DemoSettings(**given)
+    settings = DemoSettings(**{**given, "reshape": None})
+    if text is not None:
+        settings = replace(settings, reshape=read_layout(text, settings))
     # What the job would refuse is refused here, before anything is written.
     job_of(settings, DemoFolders(Path()), Path(), "demo").spec()
     return settings

@@ -14,6 +14,7 @@ ENVIRONMENT = {
 """Variables that every rank needs; without OMP_NUM_THREADS, ranks fight for the cores."""
 
 HEADS = 4
+VOCABULARY_UNIT = 32
 
 # An empty split makes Megatron count epochs for ever; the default of --eval-interval makes
 # Megatron 0.19 fail, even with no evaluation.
@@ -21,8 +22,8 @@ _FIXED = (
     f"--num-attention-heads {HEADS} --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine "
     "--clip-grad 1.0 --attention-dropout 0.1 --hidden-dropout 0.1 --seed 1234 --split 100,0,0 "
     f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY_SIZE} "
-    "--make-vocab-size-divisible-by 32 --num-workers 0 --log-interval 1 --eval-iters 0 "
-    "--eval-interval 1000"
+    f"--make-vocab-size-divisible-by {VOCABULARY_UNIT} --num-workers 0 --log-interval 1 "
+    "--eval-iters 0 --eval-interval 1000"
 ).split()
 
 _HOST_ONLY = (

@@ -43,6 +43,10 @@ class DemoFault:
     local_rank: int = 0
 
 
+STOPPED = 0.0
+"""As ``fraction`` of a DemoFault: the job was stopped when it struck."""
+
+
 # Shares of all iterations within which each fault strikes.  Far enough apart that an incarnation
 # trains and commits in between, and the last one early enough that the job trains for a while
 # after it.
@@ -137,7 +141,7 @@ def _recovery(strike: DemoStrike, events: Sequence[RecordedEvent], traces: Trace
     )
     # Several starts in a row when something failed in between: the last one counts.
     incarnations = [e["incarnation"] for e in events if e["kind"] == "training"]
-    if noticed.detect is None or not incarnations or incarnations[-1] <= strike.incarnation:
+    if not incarnations or incarnations[-1] <= strike.incarnation:
         return noticed
     newest = [e for e in events if e["incarnation"] == incarnations[-1]]
     measured = next((e for e in newest if e["kind"] == "recovered"), None)

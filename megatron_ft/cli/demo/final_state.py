@@ -75,13 +75,17 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Comparison:
-    """Counts of what was compared, and where it differs."""
+    """Counts of what was compared, and where it differs.
+
+    ``deviation`` is the largest relative difference of losses that need not be the same bit by bit.
+    """
 
     losses: int = 0
     samples: int = 0
     tensors: int = 0
     values: int = 0
     bytes: int = 0
+    deviation: float = 0.0
     differences: list[str] = field(default_factory=list)
 
     @property
@@ -97,12 +101,19 @@ def compare_runs(ours: Path, oracle: Path, world_size: int, iterations: int) -> 
     """
     result = Comparison()
     for rank in range(world_size):
-        mine, other = (final_lines(read_trace(folder, rank)) for folder in (ours, oracle))
-        for iteration in range(1, iterations + 1):
-            where = f"rank {rank} iteration {iteration}"
-            _compare_lines(result, where, mine.get(iteration), other.get(iteration))
+        compare_traces(result, rank, ours, oracle, iterations)
         compare_states(result, rank, ours, oracle)
     return result
+
+
+def compare_traces(
+    result: Comparison, rank: int, ours: Path, oracle: Path, iterations: int
+) -> None:
+    """Compare losses and samples of one rank's iterations 1 to ``iterations``."""
+    mine, other = (final_lines(read_trace(folder, rank)) for folder in (ours, oracle))
+    for iteration in range(1, iterations + 1):
+        where = f"rank {rank} iteration {iteration}"
+        _compare_lines(result, where, mine.get(iteration), other.get(iteration))
 
 
 def _compare_lines(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,27 @@ _SHOWN_DIFFERENCES = 12
 UNRECOVERABLE = 10
 
 
+@dataclass(frozen=True, kw_only=True)
+class DemoReshape:
+    """A reshape as the job has measured it.
+
+    ``tensors`` is how many the snapshot of ``iteration`` has, before or after, and
+    ``identical_tensors`` how many are equal bit by bit in both layouts; the names of the others
+    are in ``different``.  Bytes are those of the new shards, of shards that were rebuilt from
+    parity, and of what encoders read from storage while they filled new ones (None where the
+    kernel does not count it).
+    """
+
+    iteration: int
+    tensors: int
+    identical_tensors: int
+    different: Sequence[str]
+    bytes_needed: int
+    bytes_decoded: int
+    storage_bytes_read: int | None
+    seconds: float
+
+
 @dataclass
 class DemoReport:
     """Everything that a demo found; parts that a stopped run never came to are None."""
@@ -27,6 +48,7 @@ class DemoReport:
     reason: str | None = None
     recoveries: list[DemoRecovery] = field(default_factory=list)
     comparison: Comparison | None = None
+    reshape: DemoReshape | None = None
     seconds: float = 0.0
 
     @property
@@ -36,14 +58,18 @@ class DemoReport:
 
     def as_json(self) -> dict[str, Any]:
         """The whole report as plain values."""
+        layout = self.settings.reshape
+        measured = {} if self.reshape is None else asdict(self.reshape)
+        reshape = {name: value for name, value in measured.items() if value is not None}
         return {
             "identical": self.identical,
             "reason": self.reason,
             "exit_code": self.exit_code,
             "seconds": round(self.seconds, 1),
-            "settings": asdict(self.settings),
+            "settings": {**asdict(self.settings), "reshape": layout and str(layout)},
             "events": [asdict(event) for event in self.recoveries],
             "comparison": self.comparison and asdict(self.comparison),
+            **({"reshape": reshape} if reshape else {}),
         }
 
 
@@ -56,6 +82,8 @@ def show(report: DemoReport) -> None:
 def verdict(report: DemoReport) -> str:
     """The answer in a sentence, and what speaks against it if something does."""
     result = report.comparison
+    if report.exit_code == 0 and result is not None and report.reshape is not None:
+        return _reshaped(report.settings, result, report.reshape)
     if report.exit_code == 0 and result is not None:
         return (
             "IDENTICAL to the run that was never interrupted, bit by bit, on "
@@ -68,6 +96,25 @@ def verdict(report: DemoReport) -> str:
         more = len(result.differences) - len(shown)
         return "\n".join(["DIFFERENT at:", *shown, *([f"  and {more} more"] if more else [])])
     return f"STOPPED with exit code {report.exit_code}: {report.reason}{_advice(report)}"
+
+
+def _reshaped(settings: DemoSettings, result: Comparison, found: DemoReshape) -> str:
+    stored = found.storage_bytes_read
+    storage = "" if stored is None else f", {stored} read from disk"
+    lines = (
+        "IDENTICAL to the run that was never interrupted, bit by bit, up to iteration "
+        f"{found.iteration}:",
+        f"  {result.losses} losses and {result.samples} sample indices.",
+        f"RESHAPED in {found.seconds:.2f} s in memory, {settings.layout} to {settings.reshape}:",
+        f"  all {found.identical_tensors} tensors of the unsharded model and its optimizer are "
+        "identical, bit by bit;",
+        f"  {found.bytes_needed} bytes filled the new shards, {found.bytes_decoded} were decoded "
+        f"from parity{storage}.",
+        f"Iterations {found.iteration + 1} to {settings.all_iterations} used the same samples, and "
+        f"losses differ by {result.deviation:.1e} of their value",
+        "  at most: sums are taken in another order.",
+    )
+    return "\n".join(lines)
 
 
 def _advice(report: DemoReport) -> str:
@@ -100,7 +147,7 @@ def _event_table(events: Iterable[DemoRecovery]) -> list[str]:
     rows = [
         (
             event.victim,
-            f"{event.during} at {event.fraction:.0%}",
+            f"{event.during}" + (f" at {event.fraction:.0%}" if event.fraction else ""),
             _seconds(event.detect, 2),
             event.source or "-",
             _or_dash(event.restored_iteration),

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
 
 from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.cli.chaos.job import JobFile
-from megatron_ft.cli.demo.demo_model import ENVIRONMENT, HEADS, demo_arguments
+from megatron_ft.cli.demo.demo_model import (
+    ENVIRONMENT,
+    HEADS,
+    VOCABULARY_UNIT,
+    demo_arguments,
+)
 from megatron_ft.config import SETTINGS
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
+from megatron_ft.erasure.stripes import possible_scheme
 
 FEWEST_ITERATIONS = 20
 ITERATIONS = 80
 """With fewer, training on few cores may end before encoders are up again for the next fault."""
 CORPUS_BYTES = 1 << 20
+RESHAPED_ITERATIONS = 40
+"""More iterations for a reshape: until encoders are up for it, and then in the other layout."""
 SNAPSHOT_INTERVAL = 2
 MICRO_BATCH = 2
 # Twelve processes on a few cores may all stand still for a while; deaths are noticed without it.
 _LEASE_SECONDS = 30.0
+# A job that is stopped and started again waits for the end of the older lease.
+_RESHAPED_LEASE_SECONDS = 10.0
 
 
 class DemoFolders:
@@ -39,11 +53,28 @@ class DemoFolders:
         self.oracle = root / "uninterrupted"
 
 
+class DemoLayout(NamedTuple):
+    """Sizes of tensor, pipeline and data parallelism."""
+
+    tp: int
+    pp: int
+    dp: int
+
+    @property
+    def ranks(self) -> int:
+        """Number of trainer ranks."""
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self._asdict().items())
+
+
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings:
     """The user's choices; ConfigError where they cannot be met.
 
-    ``lose`` is how many nodes the second fault takes at once.
+    ``lose`` is how many nodes the second fault takes at once, and again the reshape.  ``reshape``
+    is the layout in which the job is started again at the end, None: it is not.
     """
 
     tp: int = 1
@@ -55,6 +86,7 @@ class DemoSettings:
     iterations: int = ITERATIONS
     seed: int = 0
     lose: int = 1
+    reshape: DemoLayout | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "nodes", "ranks_per_node", "lose"):
@@ -92,6 +124,21 @@ class DemoSettings:
         """The redundancy scheme."""
         return Scheme.parse(self.protect)
 
+    @property
+    def layout(self) -> DemoLayout:
+        """The layout that training begins with."""
+        return DemoLayout(self.tp, self.pp, self.data_parallel)
+
+    @property
+    def layouts(self) -> tuple[DemoLayout, ...]:
+        """All layouts of the training, in their order."""
+        return (self.layout, *(() if self.reshape is None else (self.reshape,)))
+
+    @property
+    def all_iterations(self) -> int:
+        """Length of the training, with what follows a reshape."""
+        return self.iterations + RESHAPED_ITERATIONS * (self.reshape is not None)
+
 
 def job_name() -> str:
     """A name that no other job has; short, as Unix socket paths contain it."""
@@ -116,14 +163,14 @@ def job_of(
     return JobFile(
         name=name,
         folder=str(folders.root),
-        command=tuple(_command(settings, folders, text, trace, snapshots)),
+        command=tuple(_command(settings, settings.layout, folders, text, trace, snapshots)),
         nodes=settings.nodes,
         spares=settings.spares,
         protect=settings.protect,
         ranks_per_node=settings.ranks_per_node,
         block_bytes=BLOCK_BYTES,
         snapshot_interval=SNAPSHOT_INTERVAL,
-        lease=_LEASE_SECONDS,
+        lease=_LEASE_SECONDS if settings.reshape is None else _RESHAPED_LEASE_SECONDS,
         node_prefix="node",
         logs=f"logs/{'run' if snapshots else 'uninterrupted'}",
         trace=str(trace),
@@ -132,21 +179,49 @@ def job_of(
     )
 
 
+def reshaped_job(settings: DemoSettings, job: JobFile, folders: DemoFolders, text: Path) -> JobFile:
+    """The protected run's ``job`` as it is started again in the layout of ``--reshape``."""
+    layout = settings.reshape
+    assert layout is not None, "the user asked for it"
+    nodes = layout.ranks // settings.ranks_per_node
+    return msgspec.structs.replace(
+        job,
+        command=tuple(_command(settings, layout, folders, text, folders.protected, True)),
+        nodes=nodes,
+        spares=len(job.node_names) - nodes,
+        protect=str(possible_scheme(nodes, 1, settings.scheme) or settings.scheme),
+    )
+
+
+# Dropout would be drawn anew in another layout.
+_SAME_LOSSES = "--attention-dropout 0 --hidden-dropout 0".split()
+
+
 def _command(
-    settings: DemoSettings, folders: DemoFolders, text: Path, trace: Path, snapshots: bool
+    settings: DemoSettings,
+    layout: DemoLayout,
+    folders: DemoFolders,
+    text: Path,
+    trace: Path,
+    snapshots: bool,
 ) -> list[str]:
-    """The command of each rank: Megatron's own loop on a small GPT."""
+    """The command of each rank: Megatron's own loop on a small GPT that all layouts can train."""
+    tps, pps, dps = zip(*settings.layouts, strict=True)
     flags = demo_arguments(
-        tp=settings.tp,
-        pp=settings.pp,
-        iterations=settings.iterations,
+        tp=layout.tp,
+        pp=layout.pp,
+        iterations=settings.all_iterations,
         data_path=text,
-        layers=2 * settings.pp,
+        layers=2 * math.lcm(*pps),
         micro_batch=MICRO_BATCH,
         # In a pipeline two micro-batches for each data-parallel rank, so that stages overlap.
-        global_batch=MICRO_BATCH * settings.data_parallel * (1 if settings.pp == 1 else 2),
+        global_batch=MICRO_BATCH * math.lcm(*dps) * (1 if max(pps) == 1 else 2),
         cache_path=folders.corpus / "indices",
     )
+    if settings.reshape is not None:
+        # Megatron pads the vocabulary to a multiple of this times tp: it must come out equal.
+        padded = str(VOCABULARY_UNIT * math.lcm(*tps) // layout.tp)
+        flags += [*_SAME_LOSSES, "--make-vocab-size-divisible-by", padded]
     program = [sys.executable, "-m", "megatron_ft.cli.demo.pretrain_gpt", *flags]
     switch = ["--inmem-snapshot", "--inmem-snapshot-interval", str(SNAPSHOT_INTERVAL)]
     return [*program, "--trace-dir", str(trace), *(switch if snapshots else [])]

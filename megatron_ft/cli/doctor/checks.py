@@ -9,11 +9,15 @@ from collections.abc import Callable, Iterable, Mapping
 
 from megatron_ft.arena.limits import format_bytes
 from megatron_ft.cli.doctor import node_checks
-from megatron_ft.cli.doctor.facts import Facts, SharedFolder, WorldFacts
+from megatron_ft.cli.doctor.facts import Facts, SharedFolder, Wishes, WorldFacts
 from megatron_ft.cli.doctor.report import Finding, Severity, by_node, ok, refuse, warn
 from megatron_ft.core.errors import ProtectionError
+from megatron_ft.core.identity import RankRule
+from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import check_domains, members_of
 from megatron_ft.launchers.slurm.allocation import NO_KILL_ADVICE
+from megatron_ft.supervisor.elastic import fewer_nodes
+from megatron_ft.supervisor.membership import scheme_over
 
 _ONE_VERSION = "install one version everywhere"
 
@@ -34,6 +38,8 @@ def spares(facts: Facts) -> list[Finding]:
     """Without a spare a lost node ends the job, or its memory at least."""
     if facts.wishes.spares:
         return [ok(f"in reserve: {', '.join(facts.wishes.spares)}")]
+    if facts.wishes.shrinks:
+        return [ok("no spare: the job continues with fewer nodes when one is lost")]
     return [warn("no spare: the job stops when a node is lost", "start with --spares 1 or more")]
 
 
@@ -54,6 +60,48 @@ def protection(facts: Facts) -> list[Finding]:
     groups = members_of(wishes.active, wishes.domains)
     shown = "; ".join(f"{name}: {', '.join(nodes)}" for name, nodes in groups.items())
     return [ok(f"{len(groups)} failure domains train ({shown}) ({wishes.domains_from})")]
+
+
+_SHOWN_REASONS = 4
+
+
+def fewer(facts: Facts) -> list[Finding]:
+    """The numbers of nodes with which the job continues when no spare is left."""
+    wishes = facts.wishes
+    if not wishes.shrinks:
+        return []
+    if wishes.shrink_refusals:
+        return [refuse(why, "change the training command") for why in wishes.shrink_refusals]
+    if wishes.rank_rule is None:
+        return [ok("the job continues with fewer nodes: with how many, its ranks say at the start")]
+    found, skipped = continuations(wishes, wishes.rank_rule)
+    reasons = [f"not with {reason}" for reason in skipped]
+    if len(reasons) > _SHOWN_REASONS:
+        reasons[_SHOWN_REASONS:] = [f"nor with {len(reasons) - _SHOWN_REASONS} other numbers"]
+    if not found:
+        text = "; ".join(["--on-no-spare shrink: no fewer nodes will do", *reasons])
+        return [warn(text, "the job stops when a node is lost: start with --spares 1 or more")]
+    numbers = ", ".join(f"{nodes} nodes ({scheme})" for nodes, scheme in found)
+    return [ok("; ".join([f"when no spare is left, the job continues with {numbers}", *reasons]))]
+
+
+def continuations(wishes: Wishes, rule: RankRule) -> tuple[list[tuple[int, Scheme]], list[str]]:
+    """Numbers of nodes that would train, with the scheme of their stripes, and why not others.
+
+    As the job itself decides when any number of its nodes, the last ones, are lost.
+    """
+    nodes, domains, wanted = wishes.active, wishes.domains, wishes.scheme
+    found, skipped = dict[tuple[int, Scheme], None](), dict[int, str]()
+    for left in range(len(nodes) - 1, 0, -1):
+        chosen, reasons = fewer_nodes(
+            nodes[:left], len(nodes), wishes.ranks_per_node, rule, domains, wanted
+        )
+        for count, reason in zip(range(left, 0, -1), reasons, strict=False):
+            skipped.setdefault(count, reason)
+        if chosen:
+            found[len(chosen), scheme_over(chosen, len(nodes), domains, wanted)] = None
+    counts = {count for count, _ in found}
+    return list(found), [why for count, why in skipped.items() if count not in counts]
 
 
 def slurm(facts: Facts) -> list[Finding]:
@@ -209,6 +257,7 @@ CHECKS: Mapping[str, Callable[[Facts], Iterable[Finding]]] = {
     "nodes": reachable,
     "spares": spares,
     "protection": protection,
+    "fewer nodes": fewer,
     "slurm": slurm,
     "steps": steps,
     "versions": node_checks.frameworks,

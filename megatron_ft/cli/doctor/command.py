@@ -30,9 +30,11 @@ from megatron_ft.cli.training_command import command_of, settle, settle_ranks
 from megatron_ft.config import SnapshotConfig, json_section
 from megatron_ft.config.flags import read_command
 from megatron_ft.core.errors import ControlPlaneError, ProtectionError
+from megatron_ft.core.identity import SHRINK
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.launchers.container import python_of
 from megatron_ft.launchers.virtual import default_root
+from megatron_ft.megatron import fewer_ranks
 from megatron_ft.supervisor.job_state import read_record, state_folder
 from megatron_ft.supervisor.placement import choose_active, read_domains
 
@@ -144,6 +146,9 @@ def wishes_of(
     section, record = json_section.read_command(command), None
     with suppress(ControlPlaneError):  # ``run`` refuses notes that cannot be read
         record = read_record(state_folder(arguments.job, arguments.state_dir), arguments.job)
+    enabled, shrinks = read_command(command).enabled, settings.on_no_spare == SHRINK
+    megatron = fewer_ranks.arguments_of(command) if enabled and shrinks else None
+    refusals = [] if megatron is None else fewer_ranks.refusals(megatron)
     return Wishes(
         scheme=scheme,
         active=tuple(active),
@@ -158,7 +163,10 @@ def wishes_of(
         drain_dir=str(settings.drain_dir or ""),
         drain_keep=settings.drain_keep,
         transport=settings.transport,
-        megatron=read_command(command).enabled,
+        megatron=enabled,
+        shrinks=shrinks,
+        rank_rule=None if megatron is None or refusals else fewer_ranks.rule_of(megatron),
+        shrink_refusals=tuple(refusals),
         deepspeed=section is not None and section.enabled,
         command_python=not command or python_of(command) is not None,
     )

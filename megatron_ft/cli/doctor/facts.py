@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from megatron_ft.arena.limits import MemoryReading
+from megatron_ft.core.identity import RankRule
 from megatron_ft.core.scheme import Scheme
 
 
@@ -113,7 +114,9 @@ class Wishes(msgspec.Struct, frozen=True):
     """The user's wishes.  ``shard_bytes`` is 0 if nobody said how large a shard is.
 
     ``domains_from`` is the source of failure domains, empty for nodes.
-    ``job`` is the one of which there are notes already.
+    ``job`` is the one of which there are notes already.  ``shrinks`` says that it may continue
+    with fewer nodes, ``rank_rule`` with how many ranks, None if only the ranks will say;
+    ``shrink_refusals`` are why its ranks will refuse to.
     """
 
     scheme: Scheme
@@ -132,6 +135,9 @@ class Wishes(msgspec.Struct, frozen=True):
     deepspeed: bool = False
     command_python: bool = True
     job: uuid.UUID | None = None
+    shrinks: bool = False
+    rank_rule: RankRule | None = None
+    shrink_refusals: tuple[str, ...] = ()
 
     @property
     def nodes(self) -> tuple[str, ...]:

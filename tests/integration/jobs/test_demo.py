@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -11,11 +12,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +36,7 @@ from megatron_ft.cli.chaos.trace import (  # noqa: E402
     trace_path,
 )
 from megatron_ft.cli.demo import command as cli  # noqa: E402
-from megatron_ft.cli.demo import faults, report  # noqa: E402
+from megatron_ft.cli.demo import faults, report, reshape  # noqa: E402
 from megatron_ft.cli.demo import final_state as compare  # noqa: E402
 from megatron_ft.cli.demo.faults import (  # noqa: E402
     DemoFault,
@@ -41,8 +44,17 @@ from megatron_ft.cli.demo.faults import (  # noqa: E402
     DemoVictim,
     plan_faults,
 )
-from megatron_ft.cli.demo.run import Demo, ProtectedRun, faults_of  # noqa: E402
-from megatron_ft.cli.demo.settings import DemoFolders, DemoSettings, job_of  # noqa: E402
+from megatron_ft.cli.demo.layout_option import read_layout  # noqa: E402
+from megatron_ft.cli.demo.protected_run import ProtectedRun  # noqa: E402
+from megatron_ft.cli.demo.run import Demo, faults_of  # noqa: E402
+from megatron_ft.cli.demo.settings import (  # noqa: E402
+    MICRO_BATCH,
+    DemoFolders,
+    DemoLayout,
+    DemoSettings,
+    job_of,
+    reshaped_job,
+)
 from megatron_ft.core.errors import ConfigError, ProtectionError  # noqa: E402
 from megatron_ft.launchers.virtual import default_root  # noqa: E402
 
@@ -173,6 +185,89 @@ def test_both_runs_have_the_same_command_but_for_snapshots(tmp_path: Path) -> No
 def test_a_scheme_that_the_nodes_cannot_meet_is_refused_at_once() -> None:
     with pytest.raises(ProtectionError, match="needs 4 nodes"):
         cli.settings_from(parse("--nodes", "3"))
+
+
+# --reshape
+
+
+def reshaped(text: str, **changes: Any) -> DemoLayout:
+    return read_layout(text, DemoSettings(**changes))
+
+
+def test_sizes_that_are_not_named_stay() -> None:
+    assert reshaped("tp=1,dp=3", tp=2) == DemoLayout(tp=1, pp=1, dp=3)
+    assert reshaped("dp=1", tp=2, pp=1) == DemoLayout(tp=2, pp=1, dp=1)
+    assert reshaped("tp=2, pp=2,dp=1", spares=2) == DemoLayout(tp=2, pp=2, dp=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "message"),
+    [
+        ("tp=1,dp=5", {"tp": 2}, "5 nodes, and 3 are left.*nearest dp that will do is 3"),
+        ("dp=3", {"tp": 2, "ranks_per_node": 4}, "6 ranks are no multiple.*dp that will do is 4"),
+        ("dp=1", {}, "1 node has no other one.*nearest dp that will do is 2"),
+        ("tp=4", {}, "16 nodes, and 3 are left.*no dp will do"),
+        ("tp=3,dp=1", {}, "give tp 1, 2 or 4"),
+        ("tp=2", {"tp": 2}, "begins with this layout"),
+        ("tp=1,dp=3", {"tp": 2, "lose": 2}, "--lose 2 is more than rs:3\\+1 survives"),
+        *((bad, {}, "give some of tp, pp and dp") for bad in ("", "dp", "dp=0", "ep=2", "dp=-1")),
+        ("dp=2,dp=3", {}, "'dp=3' is no size"),
+    ],
+)
+def test_layouts_that_cannot_be_trained_are_refused_at_once(
+    text: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        reshaped(text, **changes)
+
+
+RESHAPED = ("--tp", "2", "--reshape", "tp=1,dp=3")
+
+
+def test_both_layouts_train_one_model_on_one_batch(tmp_path: Path) -> None:
+    settings, folders = cli.settings_from(parse(*RESHAPED)), DemoFolders(tmp_path)
+    before = job_of(settings, folders, tmp_path / "text", "a")
+    after = reshaped_job(settings, before, folders, tmp_path / "text")
+    assert (after.nodes, after.node_names, after.protect) == (3, before.node_names, "rs:2+1")
+    after.spec()
+    flags = [dict(itertools.pairwise(job.command)) for job in (before, after)]
+    differing = {name for name in flags[0] | flags[1] if flags[0].get(name) != flags[1].get(name)}
+    flag, padding = "--tensor-model-parallel-size", "--make-vocab-size-divisible-by"
+    assert {name for name in differing if name.startswith("--")} == {flag, padding}
+    assert {int(one[flag]) * int(one[padding]) for one in flags} == {64}
+    batch = int(flags[0]["--global-batch-size"])
+    assert batch % (MICRO_BATCH * 2) == batch % (MICRO_BATCH * 3) == 0
+    assert flags[0]["--hidden-dropout"] == "0"
+
+
+def compared_after(ours: list[TraceLine], oracle: list[TraceLine]) -> compare.Comparison:
+    result = compare.Comparison(tensors=1, losses=1)
+    reshape.compare_after(result, {0: ours}, {0: oracle}, range(2, 4))
+    return result
+
+
+def test_losses_after_a_reshape_may_differ_in_the_order_of_sums_alone() -> None:
+    oracle = [line(2), line(3)]
+    near, far = (msgspec.structs.replace(line(3), loss=(loss / 3).hex()) for loss in (1.001, 1.003))
+    good = compared_after([line(2), near], oracle)
+    assert good.identical and good.deviation == pytest.approx(1e-3)
+    (said,) = compared_after([line(2), far], oracle).differences
+    assert "iteration 3 after the reshape: loss" in said
+    other = msgspec.structs.replace(near, samples=[4])
+    (said,) = compared_after([line(2), other], oracle).differences
+    assert "samples [4], without it [3]" in said
+    missing = compared_after([line(2)], oracle).differences
+    assert "samples []" in missing[0] and "loss nan" in missing[1]
+
+
+def test_one_bit_of_a_tensor_gives_another_digest() -> None:
+    tensor = torch.tensor([[0.0, 1.0]])
+    other = [torch.tensor([[-0.0, 1.0]]), tensor.reshape(2), tensor.view(torch.int32)]
+    digests = {reshape.digest_of(one) for one in (tensor, tensor.clone(), *other)}
+    assert len(digests) == 4
+    assert reshape.differing({"a": "1", "b": "2", "c": "3"}, {"b": "2", "c": "4", "d": "5"}) == [
+        *"acd"
+    ]
 
 
 # trace.py
@@ -308,6 +403,17 @@ def test_a_fault_that_ended_the_job_was_noticed_but_not_restored() -> None:
 
 # report.py
 
+FOUND = report.DemoReshape(
+    iteration=2,
+    tensors=5,
+    identical_tensors=5,
+    different=(),
+    bytes_needed=100,
+    bytes_decoded=30,
+    storage_bytes_read=0,
+    seconds=0.25,
+)
+
 
 def a_report(**changes: Any) -> report.DemoReport:
     traces = {0: [line(6, incarnation=1), line(5, incarnation=2, end=1111.0)]}
@@ -330,6 +436,21 @@ def test_a_good_end_says_identical(capsys: pytest.CaptureFixture[str]) -> None:
     row = r"^node2 +7 at 50% +0.50 s +parity +4 +2 +3 in process, 1 warm +11.0 s$"
     assert re.search(row, text, re.M), text
     assert json.loads(json.dumps(made.as_json()))["identical"] is True
+
+
+def test_a_reshape_has_its_line_and_its_object(capsys: pytest.CaptureFixture[str]) -> None:
+    good = compare.Comparison(losses=4, samples=8, tensors=5, deviation=1e-4)
+    settings = cli.settings_from(parse(*RESHAPED))
+    made = a_report(comparison=good, exit_code=0, reshape=FOUND, settings=settings)
+    text = shown(made, capsys)
+    assert "RESHAPED in 0.25 s in memory, tp=2,pp=1,dp=2 to tp=1,pp=1,dp=3" in text
+    assert "all 5 tensors" in text and "0 read from disk" in text
+    keys = "identical_tensors bytes_needed bytes_decoded storage_bytes_read seconds".split()
+    found = made.as_json()["reshape"]
+    assert [found[key] for key in keys] == [5, 100, 30, 0, 0.25]
+    made.reshape = replace(FOUND, storage_bytes_read=None)
+    assert "storage_bytes_read" not in made.as_json()["reshape"]
+    assert "reshape" not in a_report().as_json()
 
 
 def test_a_difference_is_never_called_identical(capsys: pytest.CaptureFixture[str]) -> None:
@@ -423,6 +544,29 @@ def test_losing_more_than_parity_covers_is_refused(
     assert made["exit_code"] == 10
     assert "lost" in made["reason"] or "no survivor" in made["reason"]
     assert "exit code 10" in capsys.readouterr().out
+
+
+@pytest.mark.all_layouts
+@real
+def test_a_job_continues_in_another_layout_from_memory(
+    tmp_path: Path,
+) -> None:
+    """The same run is called different if one bit of one tensor is."""
+    flags = (*RESHAPED, "--iterations", "20")
+    demo = Demo(cli.settings_from(parse(*flags)), DemoFolders(tmp_path / "demo"))
+    demo.faults = ()
+    made = demo.run()
+    assert made.exit_code == 0, (made.reason, made.comparison)
+    found, (event,) = made.as_json()["reshape"], made.as_json()["events"]
+    assert found["tensors"] == found["identical_tensors"] > 60
+    assert found["bytes_decoded"] > 0 and found["storage_bytes_read"] == 0
+    assert event["victim"].endswith("then tp=1,pp=1,dp=3")
+    assert (event["source"], event["restored_iteration"]) == ("parity", found["iteration"])
+    assert event["seconds_to_first_iteration"] > 0
+    assert made.reshape is not None
+    spoilt = replace(made.reshape, different=["a.weight"])
+    again = reshape.compare_reshaped_runs(demo.settings, demo.folders, spoilt)
+    assert again.differences == ["a.weight: not the same after the reshape"]
 
 
 def _wait_for(process: subprocess.Popen[str], words: str, seconds: float = 300.0) -> None:

@@ -72,6 +72,9 @@ def test_three_nodes_continue_for_four(made: list[Job], tmp_path: Path, lost: st
     assert "3 nodes instead of 4, 3 ranks: " in line and "protected by rs:2+1" in line
     (line,) = told(job, "reshaped")
     assert "4 shards reshaped to 3" in line, job.story()
+    (rebuilt,) = (event.fields for event in job.events if event.kind == "rebuilt")
+    (reshaped,) = (event.fields for event in job.events if event.kind == "reshaped")
+    assert rebuilt["bytes_decoded"] > 0 and reshaped["storage_bytes_read"] == 0
     assert not told(job, "from_disk") and not told(job, "salvaging"), job.story()
     check(tmp_path, 3)
 

@@ -313,3 +313,22 @@ def test_of_a_step_no_thread_sees_the_status_that_srun_gave(
     started.append(process)
     assert process.join(TIMEOUT) == -signal.SIGKILL
     assert seen.result(TIMEOUT) == -signal.SIGKILL
+
+
+def test_what_a_disk_delivers_to_this_process_is_counted(tmp_path: Path) -> None:
+    size, path = 1 << 20, tmp_path / "file"
+    path.write_bytes(os.urandom(size))
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        counts = [procfs.storage_bytes_read()]
+        for _ in range(2):
+            os.pread(descriptor, size, 0)
+            counts.append(procfs.storage_bytes_read())
+    finally:
+        os.close(descriptor)
+    if None in counts or counts[0] == counts[1]:
+        pytest.skip("this kernel does not count, or the folder is in memory")
+    first, read, cached = counts
+    assert read - first >= size and cached == read  # type: ignore[operator]

@@ -8,9 +8,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,15 @@ from megatron_ft.cli.training_command import settle
 from megatron_ft.config.flags import read_command
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace, plan_stripes
+from megatron_ft.megatron.fewer_ranks import arguments_of, refusals, rule_of
 
 FOLDER = Path(__file__).parents[3] / "configs" / "megatron"
 PARAMETERS = {"gpt-125m": 125e6, "gpt-1.3b": 1.3e9, "llama-7b": 7e9, "llama-70b": 70e9}
+CHANGES = {
+    "experts": "--num-experts 8 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1",
+    "pipeline": "--pipeline-model-parallel-size=2 --micro-batch-size 2",
+}
+"""Further flags of gpt-125m."""
 _PRINT = 'source "$1"; printf "%s\\0" "$NODES" "$GPUS_PER_NODE" "${MEGATRON_ARGS[@]}"'
 
 
@@ -46,6 +53,11 @@ def source(name: str, **variables: str) -> Launch:
     assert done.returncode == 0, done.stderr
     nodes, gpus, *flags = done.stdout.split("\0")[:-1]
     return Launch(int(nodes), int(gpus), flags)
+
+
+def changed(name: str) -> Launch:
+    launch = source("gpt-125m")
+    return replace(launch, flags=[*launch.flags, *CHANGES[name].split()])
 
 
 def parameter_count(args: Mapping[str, Any]) -> int:
@@ -135,6 +147,7 @@ def parsed() -> dict[str, dict[str, Any]]:
     if find_spec("megatron") is None or find_spec("megatron.training") is None:
         pytest.skip("needs megatron-core with megatron.training")
     launches = {name: source(name).__dict__ for name in PARAMETERS}
+    launches |= {name: changed(name).__dict__ for name in CHANGES}
     done = subprocess.run(
         [sys.executable, "-c", _PARSE],
         input=json.dumps(launches),
@@ -146,6 +159,17 @@ def parsed() -> dict[str, dict[str, Any]]:
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, dict[str, Any]] = json.loads(done.stdout)
     return found
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("name", [*PARAMETERS, *CHANGES])
+def test_numbers_of_ranks_follow_from_the_flags_alone(
+    name: str, parsed: dict[str, dict[str, Any]]
+) -> None:
+    """The doctor reads them without Megatron."""
+    args = arguments_of(changed(name).flags if name in CHANGES else source(name).flags)
+    assert args is not None and not refusals(args)
+    assert rule_of(args) == rule_of(SimpleNamespace(**parsed[name]))
 
 
 @pytest.mark.megatron

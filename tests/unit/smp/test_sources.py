@@ -159,7 +159,7 @@ def test_a_shard_that_is_filled_is_sealed_and_reported(host: SmpService) -> None
     host.machine.take_effects()
     record = make_record(shard_id="dp0", snapshot=NEW, iteration=40)
     for world, taken in (("w0", False), ("w1", True)):
-        answer = host.machine.handle(m.Reshaped(world, record, 10, 5))
+        answer = host.machine.handle(m.Reshaped(world, record, 10, 5, 0))
         assert isinstance(answer, m.Ok) is taken
     assert host.machine.shards["dp0"].slots[0].state == SlotState.SEALED
     (report,) = [e.body for e in host.machine.take_effects() if isinstance(e, ToCoordinator)]

@@ -11,6 +11,7 @@ import pytest
 from megatron_ft.checkpoint.decide import Decision, StripeState
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.recovery import RebuildError, RestorePlan
 from megatron_ft.supervisor.recovery import rebuild as rebuild_lost
 
@@ -35,6 +36,7 @@ class Coordinator:
 
     def __init__(self, *bodies: Any) -> None:
         self.listeners: list[Callable[[m.NodeEvent], None]] = []
+        self.observers = Observers()
         self._bodies = bodies
 
     async def ask_all(self, requests: Mapping[str, m.Message]) -> dict[str, object]:

@@ -1,0 +1,152 @@
+"""The demo's job under faults: followed from outside, and struck when a fault is due."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+from megatron_ft.cli.chaos.follow import Follower
+from megatron_ft.cli.chaos.inject import Injector, processes, send
+from megatron_ft.cli.chaos.job import JobFile
+from megatron_ft.cli.chaos.trace import TraceLine, TraceTail, trace_path
+from megatron_ft.cli.demo.faults import DemoFault, DemoStrike, DemoVictim
+from megatron_ft.cli.demo.report import DemoReshape
+from megatron_ft.cli.demo.settings import SNAPSHOT_INTERVAL
+from megatron_ft.supervisor.event_log import RecordedEvent
+
+POLL_SECONDS = 0.02
+SHOWN_EVERY = 5
+
+STALE = 5 * SNAPSHOT_INTERVAL
+"""Iterations by which a protected snapshot may be older than training when a fault strikes.
+
+After a restart captures are skipped until the encoders are up.
+"""
+
+# Commits are counted instead: one line each would bury the rest.
+_TOLD = (
+    *("trainer_died", "silent", "node_lost", "corrupt", "log", "smp_restarted", "world_broken"),
+    *("rebuild_failed", "backoff", "waiting", "spare", "restoring", "from_disk", "from_scratch"),
+    *("reshaped", "finished"),
+)
+
+
+class ProtectedRun:
+    """The job under faults: follows its events and rank 0's trace, and strikes when due.
+
+    ``reshape`` is what was measured of a reshape (ReshapedRun), None if there was none.
+    """
+
+    def __init__(
+        self, job: JobFile, faults: Sequence[DemoFault], iterations: int, log: Callable[[str], None]
+    ) -> None:
+        self.follower = Follower(job, most_restarts=0)
+        self.strikes: list[DemoStrike] = []
+        self.reshape: DemoReshape | None = None
+        self._job, self._waiting, self._log = job, list(faults), log
+        self._iterations = iterations
+        self._injector = Injector(self.follower)
+        self._tail = TraceTail(trace_path(Path(job.trace), 0))
+        self._lines: list[TraceLine] = []
+        self._shown = self._incarnation = self._protected_incarnation = 0
+        self._committed = -1
+
+    def run(self) -> str:
+        """Run the job to its end: "finished" or "stopped".  Nothing of it is left then."""
+        self.follower.start()
+        try:
+            return self._run()
+        finally:
+            self._injector.tidy()
+
+    def _run(self) -> str:
+        return self._follow()
+
+    def _follow(self, until: Callable[[], bool] = lambda: False) -> str:
+        """Follow the job and strike when due: to its end, or, returning "", to a condition."""
+        while not (end := self.follower.over()):
+            self._read()
+            if self._waiting and self._is_due(self._waiting[0]):
+                fault = self._waiting.pop(0)
+                time.sleep(self._seconds_until(fault))
+                self._strike(fault)
+            if until():
+                return ""
+            time.sleep(POLL_SECONDS)
+        self._read()
+        return end
+
+    def _read(self) -> None:
+        self.follower.read()
+        for event in self.follower.events[self._shown :]:
+            self._incarnation = max(self._incarnation, event["incarnation"])
+            self._take(event)
+        self._shown = len(self.follower.events)
+        for line in self._tail.read():
+            if self.strikes and self._is_first_after(self.strikes[-1], line):
+                seconds = line.time - self.strikes[-1].wall
+                self._log(
+                    f"training again: iteration {line.iteration} done {seconds:.1f} s after the "
+                    "fault"
+                )
+            self._lines.append(line)
+            if line.iteration % SHOWN_EVERY == 0 or line.iteration == self._iterations:
+                loss = "" if line.loss_value is None else f"  loss {line.loss_value:.3f}"
+                done = f"{line.iteration:3}/{self._iterations}{loss}"
+                self._log(f"iteration {done}  snapshot {self._committed}")
+
+    def _take(self, event: RecordedEvent) -> None:
+        if event["kind"] in _TOLD:
+            self._log(event["text"])
+        if event["kind"] == "committed":
+            self._committed = event["iteration"]
+            recent = not self._lines or event["iteration"] > self._lines[-1].iteration - STALE
+            # A job without parity has local commits only.
+            if recent and event["level"] == ("protected" if self._job.parity else "local"):
+                self._protected_incarnation = self._incarnation
+
+    def _is_first_after(self, strike: DemoStrike, line: TraceLine) -> bool:
+        return self._lines[-1].incarnation <= strike.incarnation < line.incarnation
+
+    def _is_due(self, fault: DemoFault) -> bool:
+        return self._is_ready(fault.iteration)
+
+    def _is_ready(self, iteration: int) -> bool:
+        """True once the incarnation after the last strike is so far, and protected."""
+        last = self.strikes[-1].incarnation if self.strikes else 0
+        if not last < self._incarnation == self._protected_incarnation or not self._lines:
+            return False
+        newest = self._lines[-1]
+        return newest.incarnation == self._incarnation and newest.iteration >= iteration
+
+    def _seconds_until(self, fault: DemoFault) -> float:
+        """Seconds until ``fault.fraction`` of an iteration has passed since the last one's end."""
+        usual = median(line.seconds for line in self._lines[-5:])
+        return max(0.0, self._lines[-1].time + fault.fraction * usual - time.time())
+
+    def _strike(self, fault: DemoFault) -> None:
+        """Find the victims first: processes that fall together are killed at once."""
+        self._read()
+        active = self.follower.active()
+        nodes = [active[position] for position in fault.positions]
+        rank = fault.positions[0] * self._job.ranks_per_node + fault.local_rank
+        pids = processes(self._job.name, "trainer", nodes[0], rank)
+        victim, how = f"trainer {rank}, {nodes[0]}", "killed"
+        if fault.kind is DemoVictim.NODE:
+            victim, how = " and ".join(nodes), "lost: every process killed, memory gone"
+        elif fault.kind is DemoVictim.TRAINER_AND_ENCODER:
+            encoders = processes(self._job.name, "encoder", nodes[0])
+            pids += encoders
+            if encoders:  # a world that is being started may have none yet
+                victim, how = f"trainer {rank} + encoder, {nodes[0]}", "killed at once"
+        monotonic, wall = time.monotonic(), time.time()
+        if fault.kind is DemoVictim.NODE:
+            self._injector.lose(nodes)
+        else:
+            send(pids, signal.SIGKILL)
+        during = self._lines[-1].iteration + 1
+        self.strikes.append(DemoStrike(fault, victim, self._incarnation, during, monotonic, wall))
+        self._log(f"FAULT in iteration {during}: {victim} {how}")
