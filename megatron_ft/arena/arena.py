@@ -8,6 +8,8 @@ that only reads (an encoder) then faults instead of corrupting.
 
 from __future__ import annotations
 
+import logging
+import mmap
 import os
 import stat
 import threading
@@ -26,7 +28,9 @@ from megatron_ft.arena import format as fmt
 from megatron_ft.arena.binary import RecordPlace
 from megatron_ft.arena.format import ArenaHeader, Geometry, Permit, SlotHeader
 from megatron_ft.arena.mapping import Mapping
-from megatron_ft.core.errors import ArenaCorruptError, ArenaForeignError
+from megatron_ft.core.errors import ArenaCorruptError, ArenaForeignError, ArenaMemoryError
+
+log = logging.getLogger(__name__)
 
 NO_PROGRESS = -1
 
@@ -221,6 +225,31 @@ class Arena:
         """Map every page of the slot's writable data view now, not during the first capture."""
         at = self._geometry.data_offset(slot)
         self._writable_mapping(at, self._geometry.data_bytes).populate()
+
+    def release(self, slot: int) -> None:
+        """Empty a slot and give its memory back; nobody may write to it before ``reserve``."""
+        self.write_slot(slot, SlotHeader())
+        unit, at = mmap.ALLOCATIONGRANULARITY, self._geometry.data_offset(slot)
+        start, stop = fmt.round_up(at, unit), (at + self._geometry.slot_span) // unit * unit
+        if start < stop:
+            given = Mapping(self._fd, start, stop - start, writable=True, name=str(self.path))
+            try:
+                given.release()
+            except OSError as error:
+                # Only memory is lost by it: what is beside takes as much more.
+                log.warning("%s keeps the memory of slot %d: %s", self.path, slot, error)
+            finally:
+                given.close()
+
+    def reserve(self) -> None:
+        """Have memory behind every byte again; ArenaMemoryError if there is none."""
+        try:
+            os.posix_fallocate(self._fd, 0, self._geometry.file_bytes)
+        except OSError as error:
+            raise ArenaMemoryError(
+                f"{self.path} had given memory back and gets none now ({error.strerror}): make "
+                "room on its file system"
+            ) from error
 
     def in_place(self) -> bool:
         """True if ``path`` still leads to this very file, and the file has its full length."""

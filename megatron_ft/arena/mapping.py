@@ -184,6 +184,10 @@ class Mapping:
                 f"pages could not be populated ({error.strerror}): the machine is out of memory"
             ) from error
 
+    def release(self) -> None:
+        """Give the pages back: they are holes of the file, and read as zeros.  OSError if not."""
+        madvise(self._address, self._length, mmap.MADV_REMOVE)
+
     def _touch(self) -> None:
         # Storing a byte's own value: the page is made, its content stays.
         pages = np.frombuffer(self._mapped, np.uint8)[:: mmap.PAGESIZE]

@@ -150,10 +150,12 @@ class Adopt(Message, frozen=True):
 class MakeSources(Message, frozen=True):
     """Make all arenas of the node sources of a reshape: arenas of the new layout come beside them.
 
-    Nothing is written to sources.  They go when a snapshot of the new layout is protected.
+    They keep ``snapshot`` alone, and nothing is written to them.  They go when a snapshot of the
+    new layout is protected.
     """
 
     incarnation: Count
+    snapshot: SnapshotId
 
 
 class Reshape(Message, frozen=True):

@@ -75,7 +75,7 @@ class ControlServer:
         return answer
 
     async def _make_sources(self, request: m.MakeSources) -> None:
-        self._service.store.make_sources(self._service.machine)
+        self._service.store.make_sources(request.snapshot, self._service.machine)
 
     async def _grant_stay(self, request: m.Grant) -> m.Message:
         """Permit a snapshot whose boundary trainers must not leave; refused if one has passed it.

@@ -138,6 +138,8 @@ class SmpService:
             gone += self.store.drop_sources(self.machine)
         gone += self.store.keep_only(decision.keep, self.machine)
         await asyncio.to_thread(free, gone, damaged)
+        if decision.sources == "return":
+            await asyncio.to_thread(self.store.reserve)
 
     async def drop_sources(self) -> None:
         """Free the arenas of an older layout; a snapshot of the present one is as safe."""

@@ -183,11 +183,17 @@ class ArenaStore:
         """Forget the arenas of shards that do not live here any more; they are to be freed."""
         return [self._forget(shard_id, machine) for shard_id in self.arenas.keys() - set(shards)]
 
-    def make_sources(self, machine: NodeMachine) -> None:
-        """Make every arena a source, under a name that leaves room for one of another layout."""
+    def make_sources(self, snapshot: SnapshotId, machine: NodeMachine) -> None:
+        """Make every arena a source, under a name that leaves room for one of another layout.
+
+        Slots without ``snapshot`` give their memory to the arenas that come beside.
+        """
         for shard_id in list(self.arenas):
             arena = self._forget(shard_id, machine)
             _rename(arena, SOURCE_SUFFIX)
+            for number, slot in enumerate(_slots(arena)):
+                if slot.snapshot != snapshot:
+                    arena.release(number)
             self._enter_source(arena, machine)
             reach("reshape.source")
 
@@ -209,6 +215,11 @@ class ArenaStore:
             _rename(arena, SUFFIX)
             self.enter(arena, machine)
         return gone
+
+    def reserve(self) -> None:
+        """Have all arenas take back the memory that they gave as sources."""
+        for arena in list(self.arenas.values()):
+            arena.reserve()
 
     def drop_sources(self, machine: NodeMachine) -> list[Arena]:
         """Forget all sources; they are to be freed."""

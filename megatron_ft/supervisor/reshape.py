@@ -26,7 +26,8 @@ from megatron_ft.supervisor.recovery import (
 
 async def make_sources(coordinator: Coordinator, plan: RestorePlan) -> None:
     """Have all nodes make room for arenas of the new layout beside those of the old one."""
-    request = m.MakeSources(plan.incarnation)
+    assert plan.decision.snapshot is not None, "there is something to reshape"
+    request = m.MakeSources(plan.incarnation, plan.decision.snapshot)
     await coordinator.ask_all({node: request for node in plan.nodes})
     reach("reshape.sources")
 

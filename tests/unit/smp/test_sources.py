@@ -72,7 +72,7 @@ def adopt(sources: m.Sources, *keep: str) -> m.Adopt:
 
 def reshaping(host: SmpService) -> None:
     """The new layout has one shard here, of the same name as an old one."""
-    assert isinstance(ask(host, m.MakeSources(2)), m.Ok)
+    assert isinstance(ask(host, m.MakeSources(2, OLD)), m.Ok)
     assert not host.machine.shards
     make(host, "dp0")
 
@@ -107,8 +107,29 @@ def test_the_old_layout_can_return(host: SmpService) -> None:
         assert shard.slots[0].snapshot == OLD
 
 
+def blocks(host: SmpService) -> int:
+    """Memory of the files of ``dp1``, in blocks of 512 bytes."""
+    return sum(path.stat().st_blocks for path in host.store.directory.glob("dp1.*"))
+
+
+def test_only_the_snapshot_keeps_its_memory_until_the_old_layout_returns(host: SmpService) -> None:
+    """A slot of something else is empty afterwards, and may be written to again."""
+    header = SlotHeader(SlotState.COMMITTED, SnapshotId(1, 3), 30, local_only=True)
+    host.store.arenas["dp1"].write_slot(1, header)
+    arena, whole = host.store.arenas["dp1"], blocks(host)
+    arena.data(0, writable=True)[:] = 7
+    arena.data(1, writable=True)[:] = 8
+    reshaping(host)
+    assert arena.slot(1) == SlotHeader() and arena.slot(0).snapshot == OLD
+    assert whole - blocks(host) >= arena.geometry.slot_span // 512 - 16
+    assert (arena.data(0) == 7).all() and not arena.data(1).any()
+    ask(host, adopt("return", "dp0", "dp1"))
+    assert blocks(host) == whole
+    assert host.machine.shards["dp1"].slots[1].state == SlotState.FREE
+
+
 def test_arenas_that_were_not_made_sources_stay_when_others_return(host: SmpService) -> None:
-    host.store.make_sources(host.machine)
+    host.store.make_sources(OLD, host.machine)
     make(host, "dp2")
     hold(host, "dp2", OLD)
     ask(host, adopt("return", "dp0", "dp1", "dp2"))
