@@ -40,12 +40,15 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"job": arguments.job, **found.to_dict()}, indent=1))
     else:
-        print("\n".join(lines(arguments.job, found, events[0]["time"])))
+        print("\n".join(lines(arguments.job, found)))
+        began = events[0]["time"]
+        for one in found.incidents:
+            print(f"  {_clock(began + one.at)}  {_describe(one)}")
     return 0
 
 
-def lines(job: str, found: Ledger, began: float) -> Iterator[str]:
-    """The ledger for people; ``began`` is when the job did, in seconds since 1970."""
+def lines(job: str, found: Ledger) -> Iterator[str]:
+    """The sums of a ledger for people."""
     count = len({span.incarnation for span in found.spans if span.incarnation})
     yield (
         f"{job}: {found.wall:.1f} s, incarnations: {count}, incidents: {len(found.incidents)}, "
@@ -55,8 +58,6 @@ def lines(job: str, found: Ledger, began: float) -> Iterator[str]:
         if seconds:
             share = seconds / found.wall if found.wall else 0.0
             yield f"  {name:<10} {seconds:10.2f} s {share:7.1%}  {CATEGORIES[name]}"
-    for one in found.incidents:
-        yield f"  {_clock(began + one.at)}  {_describe(one)}"
 
 
 def _clock(moment: float) -> str:

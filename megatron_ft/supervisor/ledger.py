@@ -181,15 +181,16 @@ class _Writer:
     def __init__(self) -> None:
         self.ledger = Ledger()
         self._category, self._since, self._incarnation = START, 0.0, 0
-        self._reached, self._wait = -1, 0.0
+        self._reached, self._wait, self._supervised = -1, 0.0, False
         self._trained: int | None = None
         """Index of the span of training that ended last."""
 
     def take(self, at: float, event: Event) -> None:
         """Account for the time up to an event."""
         kind = event["kind"]
-        if kind == SUPERVISING and self.ledger.spans:
-            self._category = QUEUE
+        if kind == SUPERVISING:
+            self._category = QUEUE if self._supervised else START
+            self._supervised = True
         begins = _BEGINS.get(kind)
         if kind == "training" and event.get("iteration", 0) < self._reached:
             begins = REDONE

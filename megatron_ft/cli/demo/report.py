@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_ft.cli.common import say
 from megatron_ft.cli.demo.faults import DemoRecovery
 from megatron_ft.cli.demo.settings import DemoSettings
+from megatron_ft.cli.ledger import lines
+from megatron_ft.supervisor.ledger import Ledger
 
 if TYPE_CHECKING:
     from megatron_ft.cli.demo.final_state import Comparison
@@ -49,6 +51,7 @@ class DemoReport:
     recoveries: list[DemoRecovery] = field(default_factory=list)
     comparison: Comparison | None = None
     reshape: DemoReshape | None = None
+    ledger: Ledger | None = None
     seconds: float = 0.0
 
     @property
@@ -69,13 +72,15 @@ class DemoReport:
             "settings": {**asdict(self.settings), "reshape": layout and str(layout)},
             "events": [asdict(event) for event in self.recoveries],
             "comparison": self.comparison and asdict(self.comparison),
+            "ledger": self.ledger and self.ledger.to_dict(),
             **({"reshape": reshape} if reshape else {}),
         }
 
 
 def show(report: DemoReport) -> None:
     """Print the table of restarts and the verdict."""
-    for line in ("", *_event_table(report.recoveries), verdict(report)):
+    accounts = () if report.ledger is None else ("", *lines("the job", report.ledger))
+    for line in ("", *_event_table(report.recoveries), *accounts, "", verdict(report)):
         say(line)
 
 

@@ -23,6 +23,7 @@ from megatron_ft.cli.demo.settings import (
     reshaped_job,
 )
 from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.supervisor.ledger import ledger
 
 # The exit codes of ``megatron-ft run``, for the same ends.
 _EXIT_CODES = {"UnrecoverableError": 10, "NoSpareError": 11, "RestartBudgetError": 12}
@@ -86,7 +87,7 @@ class Demo:
             ranks = range(max(layout.ranks for layout in self.settings.layouts))
             traces = {rank: read_trace(self.folders.protected, rank) for rank in ranks}
             report.recoveries = recoveries(run.strikes, follower.events, traces)
-            report.reshape = run.reshape
+            report.reshape, report.ledger = run.reshape, ledger(follower.events)
         if end == "finished":
             return True
         error, text = follower.last_error()
