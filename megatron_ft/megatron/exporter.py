@@ -233,7 +233,9 @@ class CapturedTensors:
             return self._stored.flat(shard_id, entry)
         if entry.logical is None:
             raise ExportError(f"{wanted.name} of {shard_id} is split, and its place is not known")
-        return self.whole(wanted.name, place_of(entry.logical.pieces), shard_id)
+        whole = self.whole(wanted.name, place_of(entry.logical.pieces), shard_id)
+        # The window counts from the first element of the tensor, which may be a range of ``whole``.
+        return whole[entry.logical.start :]
 
     def _held(self, shard_id: str, entry: LayoutEntry) -> _Held:
         assert entry.logical is not None

@@ -183,9 +183,11 @@ class Membership:
         if len(spares) < len(lost):
             away = ", ".join(sorted(self.evacuated))
             back = f"; or give {away} back: `megatron-ft evacuate --undo`" if away else ""
+            why = [f"node {node} lost" for node in lost if node not in self._aside]
+            why += [f"no room on {node}" for node in sorted(self._aside)]
             raise NoSpareError(
-                f"node {', '.join(lost)} lost, or set aside, and no spare is left; its memory may "
-                f"still be rebuilt: start the same command again with more --spares{back}",
+                f"{', '.join(why)}, and no spare is left; its memory may still be rebuilt: start "
+                f"the same command again with more --spares{back}",
                 admitted,
                 len(lost) - len(spares),
             )

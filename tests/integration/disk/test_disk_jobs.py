@@ -14,6 +14,7 @@ import pytest
 import safetensors.numpy
 
 from megatron_ft.checkpoint.drained import open_checkpoint
+from megatron_ft.checkpoint.export_drained import LOCK
 from megatron_ft.checkpoint.live import open_live
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.cli import main as cli
@@ -142,7 +143,7 @@ def test_what_cannot_be_exported_costs_the_export_and_training_goes_on(
     assert "says nothing of checkpoints" in failed[0].text, job.story()
     assert of_kind(job, "drained") and job.supervisor.drains.failures == 0
     assert "finished" in job.kinds() and not of_kind(job, "trainer_died"), job.story()
-    assert not list(exports.iterdir())
+    assert [one.name for one in exports.iterdir()] == [LOCK]
 
 
 @pytest.mark.parametrize(

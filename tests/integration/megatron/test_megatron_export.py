@@ -141,11 +141,12 @@ def test_a_model_that_cannot_be_described_is_restored_but_not_exported(runs: Run
 
 @pytest.mark.all_layouts
 @pytest.mark.mpi
+@pytest.mark.timeout(900)
 def test_export_of_a_running_job_and_of_what_was_drained(runs: Runs) -> None:
     """By commands in processes of their own and by the job, while the trainers train."""
     command = [*MEGATRON_FT, "run", "--nodes", "2", "--protect", "xor:2", *job_flags(runs)]
     own = runs.folder / "own"
-    command += ["--drain-dir", str(runs.folder / "disk"), "--drain-interval", "4"]
+    command += ["--drain-dir", str(runs.folder / "disk"), "--drain-interval", "100"]
     command += ["--drain-export-dir", str(own)]
     training = demo_model.demo_arguments(
         iterations=100_000, data_path=runs.corpus, hidden=32, sequence=16
@@ -160,8 +161,10 @@ def test_export_of_a_running_job_and_of_what_was_drained(runs: Runs) -> None:
         env=os.environ | demo_model.ENVIRONMENT | {"PYTHONWARNINGS": "ignore"},
     )
     try:
-        await_line(job, " is exported to ")
+        # Each export imports Megatron, so with no later snapshot the job makes this one only.
+        await_line(job, " is on disk after ")
         megatron_ft("pause", *job_flags(runs)[:2])
+        await_line(job, " is exported to ")
         live = exported(megatron_ft("export", *job_flags(runs), "--to", str(runs.folder / "live")))
         drained = str(runs.folder / "drained")
         megatron_ft("drain", *job_flags(runs), "--to", drained)

@@ -48,6 +48,7 @@ TWO_RATES = (
     *words("--decoupled-lr 5e-4 --decoupled-min-lr 1e-4"),
 )
 PREDICTING = words("--mtp-num-layers 1 --position-embedding-type rope --disable-bias-linear")
+INSTANCES = words("--num-distributed-optimizer-instances 2")
 COUNTING = words("--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2")
 
 # Their iterators draw from the generator of dropout, which they could not if that were a device's.
@@ -86,6 +87,8 @@ CHANGES = [
     Change("frozen", (4, TP2), (2, PP2), plugins=(f"{PLUGINS}:freeze_positions",)),
     Change("fused-adam", (2, ()), (4, (*TP2, *PP2)), plugins=(f"{PLUGINS}:installed_apex_adam",)),
     Change("predicting-more", (2, TP2), (4, ()), (*DISTRIBUTED, *PREDICTING)),
+    Change("instances-to-one", (4, INSTANCES), (2, ())),
+    Change("one-to-instances", (2, ()), (4, INSTANCES)),
     Change("counting-experts", (4, EP4), (2, EP2), (*DISTRIBUTED, *COUNTING)),
 ]
 ORDINARY = ("tp2-dp2-to-dp4", "ep4-to-ep2")

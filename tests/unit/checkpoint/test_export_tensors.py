@@ -37,14 +37,18 @@ PLACE = place_of(PIECES)
 WHOLE = TensorRecipe(NAME, "float32", (12,), 0, (1,), PLACE)
 
 
-def shard(tensors: dict[str, tuple[Any, int]]) -> ShardBytes:
-    """A shard with these tensors, each with the element of the parameter where it starts."""
+def shard(tensors: dict[str, tuple[Any, int]], split: tuple[int, int] = (0, 1)) -> ShardBytes:
+    """A shard with these tensors, each with the element of the parameter where it starts.
+
+    ``split`` is which part of each is stored, and of how many.
+    """
     specs = [
         TensorSpec(
             name,
             str(tensor.dtype).removeprefix("torch."),
             tensor.element_size(),
             tuple(tensor.shape),
+            split=split,
             logical=LogicalPlace(start, 12, PIECES),
         )
         for name, (tensor, start) in tensors.items()
@@ -52,7 +56,8 @@ def shard(tensors: dict[str, tuple[Any, int]]) -> ShardBytes:
     layout = plan_layout(specs)
     data = np.zeros(layout.tensor_bytes, dtype=np.uint8)
     for entry in layout.entries:
-        raw = tensors[entry.name][0].contiguous().view(torch.uint8).numpy()
+        stored = tensors[entry.name][0][entry.start : entry.stop]
+        raw = stored.contiguous().view(torch.uint8).numpy()
         data[entry.offset : entry.offset + entry.nbytes] = raw
     return ShardBytes(None, data, layout, b"", b"", 64, "test")  # type: ignore[arg-type]
 
@@ -119,6 +124,21 @@ def test_a_window_is_strided() -> None:
     window = WHOLE._replace(shape=(2, 2), offset=1, stride=(4, 1))
     made = CapturedTensors(ranges(values, [(0, 5), (5, 12)])).make("pp0-tp0-dp0-ep0", window)
     assert made.tolist() == [[1, 2], [5, 6]]
+
+
+def test_a_range_of_a_parameter_that_replicas_split_is_that_range() -> None:
+    """As two instances of a distributed optimizer keep it: the window counts from the range."""
+    values = torch.arange(12, dtype=torch.float32)
+    shards = {
+        f"pp0-tp0-dp{number}-ep0": shard({NAME: (values[start:stop], start)}, (number // 2, 2))
+        for number, (start, stop) in enumerate([(0, 5), (5, 12)] * 2)
+    }
+    captured = CapturedTensors(shards)
+    for shard_id, length, first in (("pp0-tp0-dp0-ep0", 5, 0), ("pp0-tp0-dp3-ep0", 7, 5)):
+        own = TensorRecipe(NAME, "float32", (length,), 0, (1,))
+        assert captured.make(shard_id, own).tolist() == [*range(first, first + length)]
+        window = own._replace(shape=(2,), offset=2, stride=(1,))
+        assert captured.make(shard_id, window).tolist() == [first + 2, first + 3]
 
 
 def test_padding_is_zero_and_unknown_names_are_refused() -> None:
