@@ -24,17 +24,18 @@ def rule_of(engine: Any) -> RankRule | None:
     """Numbers of ranks that the engine's JSON works with; None if it works with one alone."""
     if refusals(engine):
         return None
-    given = engine._config._param_dict
-    replica = engine.world_size // engine.dp_world_size
+    config, replica = engine._config, engine.world_size // engine.dp_world_size
     experts = [layer.ep_size for layer in engine.module.modules() if hasattr(layer, "ep_size")]
-    units = given[_TOTAL] // (given.get(_MICRO) or 1) // (given.get(_ACCUMULATION) or 1)
-    return RankRule(replica * math.lcm(*experts), replica, units)
+    # The number that was not given follows from the others.
+    given = [name for name in (_MICRO, _ACCUMULATION) if config._param_dict.get(name) is not None]
+    fixed = math.prod(getattr(config, name) for name in given)
+    return RankRule(replica * math.lcm(*experts), replica, getattr(config, _TOTAL) // fixed)
 
 
 def refusals(engine: Any) -> list[str]:
     """The reasons why the engine's JSON works with one number of ranks alone, one a line."""
     given = engine._config._param_dict
-    if given.get("elasticity", {}).get("enabled"):
+    if (given.get("elasticity") or {}).get("enabled"):
         return ['"elasticity" chooses another batch for another number of ranks']
     if given.get(_TOTAL) is None:
         return [f'the global batch would follow the number of ranks: give "{_TOTAL}"']

@@ -26,7 +26,7 @@ TOTAL, MICRO, STEPS = reshape._TOTAL, reshape._MICRO, reshape._ACCUMULATION
 def engine(config: dict[str, Any], ranks: int, copies: int, experts: int = 0) -> Any:
     layers = [SimpleNamespace(ep_size=experts)] if experts else []
     return SimpleNamespace(
-        _config=SimpleNamespace(_param_dict=config),
+        _config=SimpleNamespace(_param_dict=config, **config),
         world_size=ranks,
         dp_world_size=copies,
         module=SimpleNamespace(modules=lambda: layers),
