@@ -78,6 +78,8 @@ def preload() -> None:
 def main() -> None:
     """Train with the release that is installed."""
     megatron_host.install()
+    # Runs that load Megatron's own checkpoint are compared with one that nothing ended.
+    megatron_host.keep_data_loader_off_the_generator()
     from megatron.training import argument_utils
 
     if not hasattr(argument_utils, "gpt_config_from_args"):

@@ -342,11 +342,11 @@ class Job:
 @contextmanager
 def trainers_of(host: WarmHost) -> Iterator[None]:
     """Trainers of jobs, and of runs without us, are forked from this host."""
-    WarmCluster.warm = host
+    before, WarmCluster.warm = WarmCluster.warm, host
     try:
         yield
     finally:
-        WarmCluster.warm = None
+        WarmCluster.warm = before
 
 
 @contextmanager
