@@ -138,6 +138,7 @@ class Job:
     transport: str = "auto"
     domains: Mapping[str, str] = field(default_factory=dict)
     hang_seconds: float = 600.0
+    quarantine_iterations: int = SnapshotConfig().quarantine_iterations
     register_timeout_seconds: float = 600.0
     on_no_spare: str = "stop"
     root: Path | None = None
