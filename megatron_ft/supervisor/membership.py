@@ -25,13 +25,7 @@ from megatron_ft.core.errors import (
     StaleIncarnationError,
 )
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.erasure.stripes import (
-    Domains,
-    check_domains,
-    crowded,
-    members_of,
-    possible_scheme,
-)
+from megatron_ft.erasure.stripes import check_domains, crowded
 from megatron_ft.launchers.launcher import Launcher, NodeUnreachable
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.admission import (
@@ -47,6 +41,7 @@ from megatron_ft.supervisor.placement import (
     choose_active,
     choose_spares,
     nodes_to_replace,
+    scheme_over,
     stripes_by_position,
 )
 from megatron_ft.supervisor.processes import Result, SmpFleet, unless
@@ -457,15 +452,6 @@ class Membership:
 
     def _emit(self, kind: str, text: str, node: str) -> None:
         self._coordinator.observers.emit(kind, text, node=node)
-
-
-def scheme_over(nodes: Sequence[str], asked: int, domains: Domains, wanted: Scheme) -> Scheme:
-    """The scheme of stripes over ``nodes`` of a job that asked for so many: ``wanted``, or for
-    fewer nodes the nearest."""
-    if len(nodes) >= asked or not wanted.parity_members:
-        return wanted
-    largest = max(map(len, members_of(nodes, domains).values()))
-    return possible_scheme(len(nodes), largest, wanted) or wanted
 
 
 def _first_active(spec: JobSpec, launcher: Launcher, before: Sequence[str] = ()) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.erasure.stripes import Domains, domain_of, members_of, stripe_sets
+from megatron_ft.erasure.stripes import Domains, domain_of, members_of, possible_scheme, stripe_sets
 
 
 def choose_active(nodes: Sequence[str], count: int, domains: Domains, scheme: Scheme) -> list[str]:
@@ -31,6 +31,14 @@ def choose_active(nodes: Sequence[str], count: int, domains: Domains, scheme: Sc
         crowd = max(members_of(active, domains).values(), key=len)
         active.remove(crowd[-1])
     return active
+
+
+def scheme_over(nodes: Sequence[str], asked: int, domains: Domains, wanted: Scheme) -> Scheme:
+    """The scheme of stripes over ``nodes``: ``wanted``, or the nearest for fewer than ``asked``."""
+    if len(nodes) >= asked or not wanted.parity_members:
+        return wanted
+    largest = max(map(len, members_of(nodes, domains).values()))
+    return possible_scheme(len(nodes), largest, wanted) or wanted
 
 
 def nodes_to_replace(

@@ -64,6 +64,7 @@ def test_two_faults_and_every_second_between(made: list[Job], tmp_path: Path) ->
     assert found.ettr * found.wall == pytest.approx(idle, abs=0.25 * wall), job.story()
 
 
+@pytest.mark.all_layouts
 def test_a_supervisor_that_dies_leaves_a_ledger_with_a_gap(made: list[Job], tmp_path: Path) -> None:
     """As a user sees it: the command is run again, and then ``megatron-ft ledger``."""
     job = Job(tmp_path, nodes=1, protect="none", iterations=30, iteration_seconds=0.2)

@@ -109,7 +109,7 @@ def test_a_node_is_lost_while_the_snapshot_of_the_new_layout_has_no_parity(
     "kind",
     [
         pytest.param("shrunk", marks=MORE),
-        "restoring",
+        pytest.param("restoring", marks=MORE),
         pytest.param("trainers_started", marks=MORE),
         pytest.param("reshaped", marks=MORE),
     ],
@@ -136,7 +136,7 @@ def test_a_supervisor_that_ends_meanwhile_is_followed_by_one_that_continues(
     [
         pytest.param(3, 1, 1, "rs:2+1", id="fewer"),
         pytest.param(6, 0, 1, "rs:3+1", id="more", marks=MORE),
-        pytest.param(4, 0, 2, "xor:4", id="other ranks and scheme"),
+        pytest.param(4, 0, 2, "xor:4", id="other ranks and scheme", marks=MORE),
     ],
 )
 def test_the_same_job_is_started_again_with_other_ranks(
@@ -165,6 +165,7 @@ def arenas(job: Job, node: str) -> list[Path]:
     return sorted(path for kind in ("arena", "source") for path in folder.glob(f"*.{kind}"))
 
 
+@MORE
 def test_another_model_is_refused_and_memory_kept(made: list[Job], tmp_path: Path) -> None:
     job = elastic_job(tmp_path)
     made.append(job)
