@@ -130,7 +130,7 @@ def _parts(view: OptimizerView) -> Iterator[tuple[torch.Tensor, int, torch.Tenso
 
 
 def _held(parameter: Any) -> tuple[int, torch.Tensor]:
-    """What of a parameter is in memory here, without padding, and where in it that starts."""
+    """Start in a parameter, and memory, of the part that this rank holds, without padding."""
     if not hasattr(parameter, "ds_id"):
         return 0, parameter.detach()
     start = torch.distributed.get_rank(parameter.ds_process_group) * parameter.partition_numel()

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deepspeed_ext import resumable_loader
 from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.core.identity import RankRule
 
@@ -50,18 +51,27 @@ def refusals(engine: Any) -> list[str]:
 Objects = Mapping[str, Any]
 
 
-def reshaped(own: Objects, origin: Objects) -> dict[str, Any]:
-    """Objects for ``EngineState.load`` on a rank that has ``own`` as built, from those of an old
-    one.
+def reshaped(own: Objects, origins: Sequence[tuple[str, Objects]]) -> dict[str, Any]:
+    """Objects for ``EngineState.load`` on a rank that has ``own`` as built, from those of old ones.
 
-    Parts are left as they are.  LayoutMismatchError says what cannot be taken over.
+    ``origins`` are shard ids with objects, the nearest first, which counts; parts other than the
+    positions of loaders are left as they are.  LayoutMismatchError says what cannot be taken over.
     """
-    return {
-        **origin,
-        "training": _training(own["training"], origin["training"]),
-        "numbers": _numbers(own["numbers"], origin["numbers"]),
+    if not origins:
+        raise LayoutMismatchError("no small objects of an old shard were found")
+    old = origins[0][1]
+    made = {
+        **old,
+        "training": _training(own["training"], old["training"]),
+        "numbers": _numbers(own["numbers"], old["numbers"]),
         "shared": own["shared"],
     }
+    if resumable_loader.NAME in old:
+        # Ranks read batches in inverse proportion to their number.
+        now, before = (one["training"]["batch"][_ACCUMULATION] for one in (made, old))
+        positions = resumable_loader.shared_anew(old[resumable_loader.NAME], (now, before))
+        made[resumable_loader.NAME] = positions
+    return made
 
 
 def _training(own: Objects, old: Objects) -> dict[str, Any]:
@@ -91,12 +101,6 @@ def _batch(own: Objects, old: Objects) -> dict[str, int]:
     return {_TOTAL: total, _MICRO: micro, _ACCUMULATION: accumulation}
 
 
-def batches_a_step(objects: Objects) -> int:
-    """Batches that a rank reads in a step: in inverse proportion to the number of ranks."""
-    steps: int = objects["training"]["batch"][_ACCUMULATION]
-    return steps
-
-
 def _numbers(own: Objects, old: Objects) -> dict[str, Any]:
     """Numbers by master; those of masters that were cut otherwise, if all have the same."""
     if own.keys() == old.keys():
@@ -108,13 +112,3 @@ def _numbers(own: Objects, old: Objects) -> dict[str, Any]:
             "snapshot, and they differ: start with the old number of ranks"
         )
     return {name: values[0] for name in own}
-
-
-def nearest(
-    shard_id: str, origins: Sequence[tuple[str, dict[str, Any]]]
-) -> tuple[dict[str, Any], bool]:
-    """The objects of the nearest old rank, and whether it is this one."""
-    if not origins:
-        raise LayoutMismatchError("no small objects of an old shard were found")
-    name, objects = origins[0]
-    return objects, name == shard_id

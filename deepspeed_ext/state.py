@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepspeed_ext import client_state, reshape, resumable_loader, state_parts
+from deepspeed_ext import client_state, reshape, state_parts
 from deepspeed_ext.checkpoint_form import RankDescription
 from deepspeed_ext.optimizers import view_of
 from deepspeed_ext.optimizers.view import (
@@ -180,18 +180,11 @@ class EngineState:
         self, shard_id: str, origins: Sequence[tuple[str, dict[str, Any]]]
     ) -> dict[str, Any]:
         """The objects of the nearest old rank; its random states only if it is this one."""
-        old, is_same = reshape.nearest(shard_id, origins)
+        made = reshape.reshaped(self.objects(), origins)
         if isinstance(client := self._parts.get(client_state.NAME), client_state.ClientState):
-            if problem := client.objection(old):
+            if problem := client.objection(made):
                 raise LayoutMismatchError(problem)
-        own = self.objects()
-        made = reshape.reshaped(own, old)
-        if resumable_loader.NAME in old:
-            ratio = reshape.batches_a_step(made), reshape.batches_a_step(old)
-            made[resumable_loader.NAME] = resumable_loader.shared_anew(
-                old[resumable_loader.NAME], ratio
-            )
-        if not is_same and made.pop(RANDOM, None) is not None:
+        if shard_id not in dict(origins) and made.pop(RANDOM, None) is not None:
             logger.warning("%s was not in the snapshot: random states stay as seeded", shard_id)
         return made
 

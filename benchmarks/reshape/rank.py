@@ -33,7 +33,7 @@ State = dict[str, Any]
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to do.  ``mib`` is what each of the ``savers`` has of the state."""
+    """One measurement.  ``mib`` is the part of the state that each of the ``savers`` has."""
 
     way: str
     folder: str

@@ -72,13 +72,17 @@ def objects(total: int, micro: int, steps: int, micro_steps: int, **numbers: Any
     return {"training": training, "numbers": numbers, "shared": {}, "groups": [{"0": {"lr": 0.1}}]}
 
 
+def of(old: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [("pp0-tp0-dp0-ep0", old)]
+
+
 def test_the_global_batch_stays_and_micro_batches_follow() -> None:
-    made = reshape.reshaped(objects(24, 2, 4, 0), objects(24, 2, 3, 15))
+    made = reshape.reshaped(objects(24, 2, 4, 0), of(objects(24, 2, 3, 15)))
     assert made["training"]["batch"] == {TOTAL: 24, MICRO: 2, STEPS: 4}
     assert made["training"]["counters"] == {"global_steps": 5, "micro_steps": 20}
     assert made["groups"] == [{"0": {"lr": 0.1}}]
     # The script has doubled the batch on the way.
-    doubled = reshape.reshaped(objects(24, 2, 4, 0), objects(48, 2, 6, 30))
+    doubled = reshape.reshaped(objects(24, 2, 4, 0), of(objects(48, 2, 6, 30)))
     assert doubled["training"]["batch"] == {TOTAL: 48, MICRO: 2, STEPS: 8}
 
 
@@ -98,13 +102,13 @@ def test_what_other_ranks_cannot_continue_is_refused(
     own: dict[str, Any], old: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(LayoutMismatchError, match=reason):
-        reshape.reshaped(own, old)
+        reshape.reshaped(own, of(old))
 
 
 def test_numbers_of_masters_that_are_cut_otherwise_are_those_of_all() -> None:
     own = objects(24, 2, 4, 0, a={"step": 0}, b={"step": 0})
     old = objects(24, 2, 3, 15, a={"step": 5}, b={"step": 5}, c={"step": 5})
-    assert reshape.reshaped(own, old)["numbers"] == {"a": {"step": 5}, "b": {"step": 5}}
+    assert reshape.reshaped(own, of(old))["numbers"] == {"a": {"step": 5}, "b": {"step": 5}}
 
 
 def loader(rank: int, ranks: int) -> Any:
