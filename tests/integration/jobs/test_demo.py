@@ -498,7 +498,7 @@ def test_the_command_has_the_defaults_of_the_settings() -> None:
 
 # Real runs.
 
-SMALL = ("--nodes", "2", "--protect", "xor:2", "--iterations", "20")
+SMALL = ("--nodes", "2", "--protect", "xor:2", "--iterations", "40")
 
 
 def run_demo(folder: Path, *flags: str) -> tuple[int, dict[str, Any], Demo]:
@@ -519,7 +519,7 @@ def test_a_node_is_lost_and_the_end_is_identical(tmp_path: Path) -> None:
     assert sorted(rank for ranks in event["starts"].values() for rank in ranks) == [0, 1]
     sum_of_parts = event["detect"] + sum(event["parts"].values())
     assert sum_of_parts == pytest.approx(event["seconds_to_first_iteration"], abs=0.3)
-    assert made["comparison"]["losses"] == 2 * 20
+    assert made["comparison"]["losses"] == 2 * 40
     assert not demo.folders.state.exists()
     # The comparison of these very files can fail.
     path = final_path(demo.folders.oracle, 1)
@@ -527,7 +527,7 @@ def test_a_node_is_lost_and_the_end_is_identical(tmp_path: Path) -> None:
     name = next(iter(state["weights"]))
     state["weights"][name].view(-1).view(torch.uint8)[0] ^= 1
     torch.save(state, path)
-    again = compare.compare_runs(demo.folders.protected, demo.folders.oracle, 2, 20)
+    again = compare.compare_runs(demo.folders.protected, demo.folders.oracle, 2, 40)
     assert again.differences == [f"rank 1: final state differs at /weights/{name}"]
 
 
@@ -597,7 +597,7 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
-        _wait_for(process, "iteration   5/20")
+        _wait_for(process, "iteration   5/40")
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 130
     finally:

@@ -33,6 +33,8 @@ from tests.integration.jobs.test_reshape_jobs import check
 from tests.programs import elastic_training as program
 from tests.support.jobs import ROOT
 
+pytestmark = pytest.mark.mpi
+
 NODES = [f"node{number}" for number in range(4)]
 LOST = NODES[3]
 WAIT_SECONDS = 120.0

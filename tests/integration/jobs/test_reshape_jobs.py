@@ -18,6 +18,8 @@ from megatron_ft.supervisor.membership import NoSpareError
 from tests.programs import elastic_training as program
 from tests.support.jobs import Fault, Job
 
+pytestmark = pytest.mark.mpi
+
 ITERATIONS = 60
 MORE = pytest.mark.all_layouts
 
@@ -94,6 +96,7 @@ def test_nodes_are_lost_one_after_the_other(made: list[Job], tmp_path: Path) -> 
     check(tmp_path, 2)
 
 
+@MORE
 def test_a_node_is_lost_while_the_snapshot_of_the_new_layout_has_no_parity(
     made: list[Job], tmp_path: Path
 ) -> None:
