@@ -79,8 +79,8 @@ class DemoReport:
 
 def show(report: DemoReport) -> None:
     """Print the table of restarts and the verdict."""
-    accounts = () if report.ledger is None else ("", *lines("the job", report.ledger))
-    for line in ("", *_event_table(report.recoveries), *accounts, "", verdict(report)):
+    accounts = () if report.ledger is None else (*lines("the job", report.ledger), "")
+    for line in ("", *_event_table(report.recoveries), *accounts, verdict(report)):
         say(line)
 
 
