@@ -11,14 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepspeed_ext import resumable_loader
+from deepspeed_ext.state_parts import BATCH
 from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.core.identity import RankRule
 
-_TOTAL, _MICRO, _ACCUMULATION = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
+_TOTAL, _MICRO, _ACCUMULATION = BATCH
 
 
 def rule_of(engine: Any) -> RankRule | None:

@@ -94,7 +94,7 @@ def say(plan: Plan, what: str, said: Said) -> None:
 
 
 def timed(work: Callable[[], object]) -> Said:
-    """When the work began, and when it was done."""
+    """Begin and end of the work."""
     begun = time.monotonic()
     work()
     return Said(begun, time.monotonic())

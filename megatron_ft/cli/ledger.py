@@ -43,7 +43,8 @@ def main(arguments: argparse.Namespace) -> int:
         print("\n".join(lines(arguments.job, found)))
         began = events[0]["time"]
         for one in found.incidents:
-            print(f"  {_clock(began + one.at)}  {_describe(one)}")
+            moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began + one.at))
+            print(f"  {moment}  {_describe(one)}")
     return 0
 
 
@@ -58,10 +59,6 @@ def lines(job: str, found: Ledger) -> Iterator[str]:
         if seconds:
             share = seconds / found.wall if found.wall else 0.0
             yield f"  {name:<10} {seconds:10.2f} s {share:7.1%}  {CATEGORIES[name]}"
-
-
-def _clock(moment: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
 
 
 def _describe(one: Incident) -> str:

@@ -188,7 +188,7 @@ def _supervise(
             held.enter_context(folders_ready(spec, state))
         supervisor = Supervisor(spec, place.launcher, state, place.hosts)
         supervisor.observers.add(Printer())
-        EventLog(notes / EVENTS, str(state.record.job)).follow(supervisor)
+        EventLog(notes / EVENTS, str(state.record.job)).follow(supervisor.coordinator)
         supervisor.observers.add(end := RunSummary())
         try:
             code = asyncio.run(_run(supervisor))

@@ -20,7 +20,7 @@ from megatron_ft.core import private_files
 from megatron_ft.supervisor.events import JobEvent
 
 if TYPE_CHECKING:
-    from megatron_ft.supervisor.supervisor import Supervisor
+    from megatron_ft.supervisor.coordinator import Coordinator
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +49,10 @@ class EventLog:
         # A line before may have no end: a supervisor died in its write, or the disk was full.
         self._torn = self._failed = False
 
-    def follow(self, supervisor: Supervisor) -> None:
-        """Record the events of a supervisor from now on."""
-        self._incarnation = lambda: supervisor.coordinator.incarnation
-        supervisor.observers.add(self.record)
+    def follow(self, coordinator: Coordinator) -> None:
+        """Record the events of a job from now on."""
+        self._incarnation = lambda: coordinator.incarnation
+        coordinator.observers.add(self.record)
 
     def record(self, event: JobEvent) -> None:
         """Record one event; a failure is logged once."""

@@ -6,10 +6,13 @@ say that the job has begun to do something else; so the categories add up to it.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, NamedTuple
 
+from megatron_ft.supervisor.event_log import RecordedEvent
 from megatron_ft.supervisor.failures import NODE_LOST
 
 PRODUCTIVE, REDONE, STALL = "productive", "redone", "stall"
@@ -58,8 +61,6 @@ _CLASSES = (
     ("a snapshot daemon", "daemon"),
 )
 
-Event = Mapping[str, Any]
-
 
 class Span(NamedTuple):
     """A stretch of the job's time, in seconds since its beginning."""
@@ -103,7 +104,7 @@ class Ledger:
     spans: list[Span] = field(default_factory=list)
     incidents: list[Incident] = field(default_factory=list)
     stalls: list[tuple[float, float]] = field(default_factory=list)
-    """When snapshots were committed, and for how long they had held training."""
+    """Times of commits, in order, and the seconds for which each snapshot had held training."""
 
     @property
     def wall(self) -> float:
@@ -123,8 +124,8 @@ class Ledger:
     def _stalled(self, span: Span) -> float:
         if span.category not in (PRODUCTIVE, REDONE):
             return 0.0
-        held = sum(s for at, s in self.stalls if span.start < at <= span.stop)
-        return min(held, span.seconds)
+        first, end = (bisect_right(self.stalls, (at, inf)) for at in (span.start, span.stop))
+        return min(sum(held for _, held in self.stalls[first:end]), span.seconds)
 
     @property
     def ettr(self) -> float:
@@ -150,7 +151,7 @@ def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in seconds.items()}
 
 
-def ledger(events: Sequence[Event]) -> Ledger:
+def ledger(events: Sequence[RecordedEvent]) -> Ledger:
     """The ledger of a job's events, in the order in which they were recorded."""
     writer = _Writer()
     for at, event in timeline(events):
@@ -158,7 +159,7 @@ def ledger(events: Sequence[Event]) -> Ledger:
     return writer.ledger
 
 
-def timeline(events: Iterable[Event]) -> Iterator[tuple[float, Event]]:
+def timeline(events: Iterable[RecordedEvent]) -> Iterator[tuple[float, RecordedEvent]]:
     """Events with the seconds since the first one, which never go back.
 
     Within a supervisor its monotonic clock counts, between two of them the wall clock: one that
@@ -185,7 +186,7 @@ class _Writer:
         self._trained: int | None = None
         """Index of the span of training that ended last."""
 
-    def take(self, at: float, event: Event) -> None:
+    def take(self, at: float, event: RecordedEvent) -> None:
         """Account for the time up to an event."""
         kind = event["kind"]
         if kind == SUPERVISING:
@@ -210,7 +211,7 @@ class _Writer:
         self._category = DECIDE
         return at
 
-    def _cut(self, at: float, event: Event, category: str) -> None:
+    def _cut(self, at: float, event: RecordedEvent, category: str) -> None:
         self._span(at)
         self._category, self._incarnation = category, event.get("incarnation", 0)
 
@@ -224,7 +225,7 @@ class _Writer:
             spans.append(span)
         self._since = stop
 
-    def _note(self, at: float, event: Event) -> None:
+    def _note(self, at: float, event: RecordedEvent) -> None:
         """Keep what later events are judged by."""
         kind, incidents = event["kind"], self.ledger.incidents
         self._reached = max(self._reached, event.get("reached", -1))
@@ -264,7 +265,7 @@ class _Writer:
         ]
 
 
-def _incident(at: float, event: Event) -> Incident:
+def _incident(at: float, event: RecordedEvent) -> Incident:
     cause = event.get("cause", "")
     kind = next((name for prefix, name in _CLASSES if cause.startswith(prefix)), cause or "other")
     return Incident(at, kind, event["text"], event.get("incarnation", 0), event.get("node", ""))

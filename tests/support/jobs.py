@@ -232,7 +232,7 @@ class Job:
         with JobState(self.folder / "state" / self.name, self.name) as state:
             self.supervisor = Supervisor(self.spec(), self.cluster, state)
             self.supervisor.observers.add(self._notice)
-            EventLog(self.folder / EVENTS, self.name).follow(self.supervisor)
+            EventLog(self.folder / EVENTS, self.name).follow(self.supervisor.coordinator)
             tasks = [asyncio.create_task(self._inject(faults)), asyncio.create_task(self._begin())]
             run = asyncio.create_task(self.supervisor.run())
             self.stop = Stop(self.supervisor, run)

@@ -243,7 +243,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with JobState(job.state_dir, job.name) as state:
             supervisor = Supervisor(job.spec(), job.cluster(), state)
-            events.follow(supervisor)
+            events.follow(supervisor.coordinator)
             asyncio.run(_run(supervisor))
     except asyncio.CancelledError:
         events.record(JobEvent("left", "the supervisor was asked to end; memory is kept"))

@@ -105,8 +105,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def settings_from(arguments: argparse.Namespace) -> DemoSettings:
     """The demo that the flags describe; ConfigError or ProtectionError if it makes no sense."""
-    from megatron_ft.cli.demo.layout_option import read_layout
-    from megatron_ft.cli.demo.settings import DemoFolders, DemoSettings, job_of
+    from megatron_ft.cli.demo.settings import DemoFolders, DemoSettings, job_of, read_layout
 
     text: str | None = arguments.reshape
     given = {field.name: getattr(arguments, field.name) for field in fields(DemoSettings)}

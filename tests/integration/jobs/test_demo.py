@@ -44,7 +44,6 @@ from megatron_ft.cli.demo.faults import (  # noqa: E402
     DemoVictim,
     plan_faults,
 )
-from megatron_ft.cli.demo.layout_option import read_layout  # noqa: E402
 from megatron_ft.cli.demo.protected_run import ProtectedRun  # noqa: E402
 from megatron_ft.cli.demo.run import Demo, faults_of  # noqa: E402
 from megatron_ft.cli.demo.settings import (  # noqa: E402
@@ -53,6 +52,7 @@ from megatron_ft.cli.demo.settings import (  # noqa: E402
     DemoLayout,
     DemoSettings,
     job_of,
+    read_layout,  # noqa: E402
     reshaped_job,
 )
 from megatron_ft.core.errors import ConfigError, ProtectionError  # noqa: E402

@@ -14,7 +14,7 @@ WAYS = (
     *("all_reduce", "barrier", "broadcast", "store_get", "store_wait", "rendezvous"),
 )
 ROUNDS = 2
-MOST_SECONDS = 1.9
+MOST_SECONDS = 1.5
 """Below the 2 s after which an SMP kills a survivor; code that swallows it is asked twice more."""
 
 
