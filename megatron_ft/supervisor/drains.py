@@ -280,8 +280,9 @@ class Drains:
         # Not when cancelled: the next incarnation voids it, and must not wait for us.
         await self._coordinator.release(nodes)
         if reason:
-            text = f"iteration {plan.iteration} could not be written to disk; training continues, "
-            self._failed(f"{text}and what was there stays: {reason}")
+            then = "the job ends" if self._ending else "training continues"
+            text = f"iteration {plan.iteration} could not be written to disk; {then}, and what was "
+            self._failed(f"{text}there stays: {reason}")
             with suppress(MegatronFTError, OSError):
                 await self._run("clear", {nodes[0]: plan})
             return

@@ -143,6 +143,9 @@ class Supervisor:
         self._budget = replace(self._budget, highest_saved=saved)
         try:
             while (failure := await self._run_incarnation()) is not None:
+                if self.evacuations.stopping:
+                    # Trainers get the same SIGTERM; the last drain needs none, and cancels this.
+                    await asyncio.get_running_loop().create_future()
                 await self.drains.abandon()
                 await self._after(failure)
             await self.drains.settle()
@@ -331,6 +334,9 @@ EXIT_INTERRUPTED = 130
 EXIT_DRAINED = 13
 EXIT_NOT_DRAINED = 14
 
+SAME_REQUEST_SECONDS = 2.0
+"""scancel signals all processes of a batch step, and the batch script passes its signal on."""
+
 
 class Stop:
     """Ends ``run``, the task of a supervisor.  ``code`` is the exit code once it has ended."""
@@ -339,6 +345,7 @@ class Stop:
         self.code = EXIT_INTERRUPTED
         self._supervisor, self._run = supervisor, run
         self._drain: asyncio.Task[None] | None = None
+        self._asked = 0.0
 
     def at_once(self) -> None:
         """End now; snapshots stay in memory."""
@@ -347,11 +354,16 @@ class Stop:
     def after_drain(self) -> None:
         """End when the newest committed snapshot is on disk or there was no time for it.
 
-        Asked again, or without a drain folder, end at once.
+        Asked again after some seconds, or without a drain folder, end at once.
         """
-        if self._drain is not None or self._supervisor.spec.settings.drain_dir is None:
+        now = time.monotonic()
+        if self._supervisor.spec.settings.drain_dir is None:
             self.at_once()
+        elif self._drain is not None:
+            if now - self._asked > SAME_REQUEST_SECONDS:
+                self.at_once()
         else:
+            self._asked = now
             self.code = EXIT_NOT_DRAINED
             self._supervisor.evacuations.stopping = True
             self._drain = asyncio.ensure_future(self._drain_first())

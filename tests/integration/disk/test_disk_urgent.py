@@ -115,6 +115,27 @@ def test_sigterm_drains_what_is_committed_and_ends_with_a_code_of_its_own(tmp_pa
         VirtualCluster(name, ["node0"]).destroy()
 
 
+def test_a_last_drain_outlives_trainers_that_die_of_the_same_sigterm(
+    made: list[Job], tmp_path: Path
+) -> None:
+    """scancel signals every process of the job, and the supervisor more than once."""
+
+    def cancel(job: Job) -> None:
+        job.terminate()
+        job.terminate()
+        signal_trainers(job, signal.SIGKILL)
+
+    disk = tmp_path / "disk"
+    job = Job(tmp_path, nodes=2, iterations=NEVER, drain_dir=disk, drain_interval=NEVER)
+    made.append(job)
+    with pytest.raises(asyncio.CancelledError):
+        job.run((8, cancel))
+    assert job.stop.code == EXIT_DRAINED, job.story()
+    assert of_kind(job, "trainer_died"), job.story()
+    drained = of_kind(job, "drained")[-1].fields["iteration"]
+    assert drained == of_kind(job, "committed")[-1].fields["iteration"], job.story()
+
+
 def test_sigterm_without_time_says_so(made: list[Job], tmp_path: Path) -> None:
     """The disk is so slow that nothing gets there; what runs under the cap is given up."""
     job = Job(

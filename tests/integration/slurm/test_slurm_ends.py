@@ -160,10 +160,13 @@ def test_deputies_outlive_each_other_and_a_batch_node_that_ends_piece_by_piece(
 def test_a_cancelled_job_says_that_it_ends_and_why_nothing_is_drained(
     slurm: SlurmCluster, submit: Submit
 ) -> None:
-    """The log of drains has a line of the first drain, which succeeded."""
+    """The log of drains has a line of the first drain, which succeeded.
+
+    Every tenth commit is printed: the second line is of a snapshot that is not on disk.
+    """
     job = submit(run_flags=FLAGS, iterations=5000)
     job.until_printed("is on disk after")
-    job.until_printed("committed (protected)")
+    job.until_printed("committed (protected)", times=2)
     slurm.run("scancel", job.id)
     job.until_printed("the supervisor ended with 14")
     said = job.text().partition("a last drain")[2]
