@@ -131,6 +131,7 @@ class SmpService:
 
         Beside the event loop: small pages take some 0.2 s a GiB, and heartbeats continue.
         """
+        await self.carry_out()  # Nothing is left to be stored in an arena that goes.
         damaged, gone = self.store.forget_damaged(), list[Arena]()
         if decision.sources == "return":
             gone += self.store.return_sources(decision.restore, self.machine)
@@ -148,6 +149,7 @@ class SmpService:
     async def retire(self, *, remove_arenas: bool) -> None:
         """End this SMP: ``retired`` is set once the answer to the request has left."""
         await self.kill_writers(self.writers.all())
+        await self.carry_out()
         self.retiring = True
         if remove_arenas:
             damaged = self.store.forget_damaged()

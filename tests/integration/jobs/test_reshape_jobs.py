@@ -81,6 +81,7 @@ def test_three_nodes_continue_for_four(made: list[Job], tmp_path: Path, lost: st
     check(tmp_path, 3)
 
 
+@MORE
 def test_nodes_are_lost_one_after_the_other(made: list[Job], tmp_path: Path) -> None:
     job = elastic_job(tmp_path)
     made.append(job)
@@ -96,6 +97,7 @@ def test_nodes_are_lost_one_after_the_other(made: list[Job], tmp_path: Path) -> 
     check(tmp_path, 2)
 
 
+@MORE
 @MORE
 def test_a_node_is_lost_while_the_snapshot_of_the_new_layout_has_no_parity(
     made: list[Job], tmp_path: Path

@@ -427,6 +427,7 @@ class SmpSteps:
 
     def _adopt(self, node: Node, request: m.Adopt) -> None:
         """Remove shards that moved to other nodes; the rest joins the new incarnation."""
+        self._do_flush(node.name)
         for shard in node.arenas.keys() - set(request.keep):
             del node.arenas[shard], node.machine.shards[shard], node.machine.paths[shard]
         for arena in node.arenas.values():

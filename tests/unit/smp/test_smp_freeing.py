@@ -16,6 +16,7 @@ from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys, Server
 from megatron_ft.smp.control_server import ControlServer
+from megatron_ft.smp.effects import StorePermit
 from megatron_ft.smp.service import SmpService
 from megatron_ft.smp.store import free
 from megatron_ft.supervisor.connections import SmpLink
@@ -47,6 +48,27 @@ async def served(host: SmpService) -> AsyncIterator[SmpLink]:
         socket.socket.close(0)
         authenticator.stop()
         context.term()
+
+
+@pytest.mark.parametrize("request_", [KEEPS_ONE, ENDS], ids=["others", "all"])
+def test_what_was_to_be_stored_is_stored_before_an_arena_goes(
+    tmp_path: Path, request_: m.Message
+) -> None:
+    host = service(ProcessEnvironment("job", "node0", tmp_path, 1))
+    arena = host.store.allocate(create("dp1"))
+    assert arena is not None
+    host.store.enter(arena, host.machine)
+    host.machine.effects.append(StorePermit("dp1", None))
+
+    async def story() -> None:
+        if isinstance(request_, m.Adopt):
+            await host.keep_only(request_)
+        else:
+            await host.retire(remove_arenas=True)
+        await host.carry_out()
+
+    run(story())
+    assert "dp1" not in host.store.arenas
 
 
 @pytest.mark.parametrize("request_", [KEEPS_ONE, ENDS], ids=["others", "all"])
