@@ -29,8 +29,12 @@ from typing import Any
 INTERRUPT_SIGNAL = signal.SIGRTMIN + 10
 """Beside DUMP_SIGNAL; not one that Slurm, Python or a framework uses."""
 
-REPEAT_SECONDS = 0.02
-"""Time until connections are shut down again, as the training function may have made new ones."""
+REPEAT_SECONDS, MOST_REPEAT_SECONDS = 0.02, 0.32
+"""Time until connections are shut down again, as the training function may have made new ones.
+
+It doubles each time, up to the second.  torch makes a connection to a store until it has one, with
+longer and longer pauses in between: what is disturbed too often does not come back to Python.
+"""
 
 WRITE_SECONDS = 0.5
 """Time until connections are shut down for writing too.
@@ -123,13 +127,15 @@ class Interrupter:
 
     def _insist(self) -> None:
         aborted: set[str] = set()
+        pause = REPEAT_SECONDS
         patience = time.monotonic() + WRITE_SECONDS
         while self._inside:
             how = socket.SHUT_RD if time.monotonic() < patience else socket.SHUT_RDWR
             signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT_SIGNAL)
             _abort_groups(aborted)
             _shut_connections(self._kept, how)
-            self._left.wait(REPEAT_SECONDS)
+            self._left.wait(pause)
+            pause = min(2 * pause, MOST_REPEAT_SECONDS)
 
 
 _OWN = (Interrupter.__enter__.__code__, Interrupter.__exit__.__code__)

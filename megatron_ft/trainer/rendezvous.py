@@ -17,8 +17,11 @@ from megatron_ft.core.frameworks import Function, owner_at, wrap
 
 LOOK_SECONDS = 0.01
 
-CONNECT_SECONDS = 5.0
-"""Longest wait in torch for a store that is there."""
+FIRST_CONNECT_SECONDS, CONNECT_SECONDS = 0.2, 5.0
+"""Longest wait in torch for a store that is there; each one is twice as long as the one before.
+
+A store that goes away just then holds torch for up to a second more, in which it tries again.
+"""
 
 
 def install() -> None:
@@ -38,14 +41,16 @@ def _patiently(original: Function) -> Function:
         if rank == 0 and not _torchelastic_use_agent_store():
             return original(host, port, rank, ranks, timeout, *args, **kwargs)
         deadline = time.monotonic() + timeout.total_seconds()
+        patience = FIRST_CONNECT_SECONDS
         while True:
             _await_listener(host, port, deadline)
-            least = min(timeout, timedelta(seconds=CONNECT_SECONDS))
+            least = min(timeout, timedelta(seconds=patience))
             try:
                 store = original(host, port, rank, ranks, least, *args, **kwargs)
             except RuntimeError:
                 if time.monotonic() > deadline:
                     raise
+                patience = min(2 * patience, CONNECT_SECONDS)
             else:
                 store.set_timeout(timeout)
                 return store
