@@ -31,6 +31,7 @@ COMMANDS = (
     Command("run", "megatron_ft.cli.run", "run a training command under protection"),
     Command("doctor", "megatron_ft.cli.doctor.command", "say before training what would go wrong"),
     Command("status", "megatron_ft.cli.status", "show what is protected and what is exposed"),
+    Command("metrics", "megatron_ft.cli.metrics", "write the state of jobs for Prometheus"),
     Command("ledger", "megatron_ft.cli.ledger", "show where the time of a job went"),
     Command("report", "megatron_ft.cli.report.command", "write an HTML page about a job"),
     Command("pause", "megatron_ft.cli.pause", "stop taking snapshots until resume"),

@@ -7,12 +7,11 @@ nothing else: no script, no network.  One that is there is replaced.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ft.cli.common import say
+from megatron_ft.cli.common import replace_output, say
 from megatron_ft.cli.ledger import add_job, events_of
 from megatron_ft.cli.report.page import page
 from megatron_ft.supervisor.event_log import RecordedEvent
@@ -39,9 +38,4 @@ def main(arguments: argparse.Namespace) -> int:
 
 def write_report(path: Path, job: str, events: Sequence[RecordedEvent]) -> None:
     """Write the report to a file, which is whole at every moment."""
-    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        half.write_text(page(job, events, time.time()), encoding="utf-8")
-        half.replace(path)
-    finally:
-        half.unlink(missing_ok=True)
+    replace_output(path, page(job, events, time.time()))
