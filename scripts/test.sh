@@ -38,7 +38,11 @@ types=$!
 # Tests of jobs wait for processes of theirs a fifth of the time: one worker more than cores.
 workers=$(($(nproc) + 1))
 for argument in "$@"; do
-    case "$argument" in --all | --all-layouts) TEST_BUDGET_SECONDS="$ALL_BUDGET_SECONDS" ;; esac
+    case "$argument" in --all | --all-layouts)
+        TEST_BUDGET_SECONDS="$ALL_BUDGET_SECONDS"
+        browser_prepare
+        ;;
+    esac
 done
 # Files in the order of tests/conftest.py, not by their number of tests.
 side_by_side=(--numprocesses=$((workers < MOST_WORKERS ? workers : MOST_WORKERS)) --dist=loadfile

@@ -34,6 +34,16 @@ def say(text: str, to: TextIO | None = None) -> None:
         print(text, file=to, flush=True)
 
 
+def replace_output(path: Path, text: str) -> None:
+    """Write a file of the user's, which is whole at every moment."""
+    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        half.write_text(text, encoding="utf-8")
+        half.replace(path)
+    finally:
+        half.unlink(missing_ok=True)
+
+
 def flush_output() -> None:
     """Flush the standard output, if this process has one; OSError if that fails."""
     if sys.stdout is not None:

@@ -8,25 +8,30 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_ft.cli.common import say
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.supervisor.event_log import EVENTS, read_events
+from megatron_ft.supervisor.event_log import EVENTS, RecordedEvent, read_events
 from megatron_ft.supervisor.job_state import state_folder
 from megatron_ft.supervisor.ledger import CATEGORIES, Incident, Ledger, ledger
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft ledger``."""
-    parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
-    parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
+    add_job(parser)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Print the ledger of the newest job of that name."""
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--job`` and ``--state-dir``."""
+    parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
+    parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
+
+
+def events_of(arguments: argparse.Namespace) -> Sequence[RecordedEvent]:
+    """The events of the newest job of ``add_job``'s flags; ConfigError if there are none."""
     path = state_folder(arguments.job, arguments.state_dir) / EVENTS
     events, foreign = read_events(path)
     if not events:
@@ -36,6 +41,12 @@ def main(arguments: argparse.Namespace) -> int:
         )
     if foreign:
         say(f"megatron-ft: {foreign} lines of {path} are no events, and left out")
+    return events
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the ledger of the newest job of that name."""
+    events = events_of(arguments)
     found = ledger(events)
     if arguments.json:
         print(json.dumps({"job": arguments.job, **found.to_dict()}, indent=1))

@@ -179,23 +179,30 @@ assert importlib.util.find_spec("megatron.training"), "megatron-core lacks megat
 assert importlib.util.find_spec("deepspeed"), "deepspeed is missing"'
 }
 
-# slurm_prepare: a Slurm for the tests, from the distribution's packages; says what is missing where
-# it cannot be had, and then those tests are skipped.
+# slurm_prepare: a Slurm for the tests; without one, those tests are skipped.
 slurm_prepare() {
-    if command -v slurmctld srun munged >/dev/null; then
-        return 0
-    fi
+    command -v slurmctld srun munged >/dev/null || install_for_tests slurm-wlm munge
+}
+
+# browser_prepare: a browser for the tests of the report; without one, those tests are skipped.
+browser_prepare() {
+    command -v chromium >/dev/null || install_for_tests chromium fonts-dejavu-core
+}
+
+# install_for_tests PACKAGE...: the distribution's packages; says what is missing where they cannot
+# be had.
+install_for_tests() {
     if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
-        echo "no Slurm here, and no root with apt-get to install slurm-wlm: its tests are skipped"
+        echo "no $1 here, and no root with apt-get to install it: its tests are skipped"
         return 0
     fi
-    printf 'installing slurm-wlm and munge for the tests ... '
+    printf 'installing %s for the tests ... ' "$*"
     if (export DEBIAN_FRONTEND=noninteractive
-        timeout 120 apt-get update && timeout 300 apt-get install -y --no-install-recommends \
-            slurm-wlm munge) >>"$LOG" 2>&1 </dev/null; then
+        timeout 120 apt-get update &&
+            timeout 300 apt-get install -y --no-install-recommends "$@") >>"$LOG" 2>&1 </dev/null; then
         echo done
     else
-        echo "not possible (see $LOG): the tests of Slurm are skipped"
+        echo "not possible (see $LOG): the tests of $1 are skipped"
     fi
 }
 

@@ -97,9 +97,11 @@ def main(arguments: argparse.Namespace) -> int:
     if report_path is not None:
         report_path.write_text(json.dumps(report.as_json(), indent=1) + "\n")
     if report.exit_code == 0:
-        shutil.rmtree(folders.root, ignore_errors=True)
+        for path in set(folders.root.iterdir()) - {folders.report}:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        say(f"the job's time, recoveries and events: {folders.report}")
     else:
-        say(f"logs and traces: {folders.root}")
+        say(f"logs, traces and report.html: {folders.root}")
     return report.exit_code
 
 

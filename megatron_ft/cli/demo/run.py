@@ -22,6 +22,7 @@ from megatron_ft.cli.demo.settings import (
     job_of,
     reshaped_job,
 )
+from megatron_ft.cli.report.command import write_report
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.supervisor.ledger import ledger
 
@@ -88,6 +89,8 @@ class Demo:
             traces = {rank: read_trace(self.folders.protected, rank) for rank in ranks}
             report.recoveries = recoveries(run.strikes, follower.events, traces)
             report.reshape, report.ledger = run.reshape, ledger(follower.events)
+            if follower.events:
+                write_report(self.folders.report, follower.job.name, follower.events)
         if end == "finished":
             return True
         error, text = follower.last_error()

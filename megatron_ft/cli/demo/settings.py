@@ -44,13 +44,13 @@ class DemoFolders:
 
     ``logs`` has the output of every process, ``state`` the supervisor's notes (gone at the end),
     ``corpus`` the training text; ``protected`` and ``oracle`` have trace and final state of the
-    run that faults hit and of the one without any.
+    run that faults hit and of the one without any.  ``report`` is the page about the former.
     """
 
     def __init__(self, root: Path) -> None:
         self.root, self.logs, self.state = root, root / "logs", root / "state"
         self.corpus, self.protected = root / "corpus", root / "run"
-        self.oracle = root / "uninterrupted"
+        self.oracle, self.report = root / "uninterrupted", root / "report.html"
 
 
 class DemoLayout(NamedTuple):

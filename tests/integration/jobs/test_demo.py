@@ -521,6 +521,7 @@ def test_a_node_is_lost_and_the_end_is_identical(tmp_path: Path) -> None:
     assert sum_of_parts == pytest.approx(event["seconds_to_first_iteration"], abs=0.3)
     assert made["comparison"]["losses"] == 2 * 40
     assert not demo.folders.state.exists()
+    assert "<h2>Recoveries in parts</h2>" in demo.folders.report.read_text()
     # The comparison of these very files can fail.
     path = final_path(demo.folders.oracle, 1)
     state = torch.load(path, weights_only=True)

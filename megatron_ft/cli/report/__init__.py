@@ -1,0 +1,1 @@
+"""The report of a job: one HTML file without scripts, made from its recorded events."""
