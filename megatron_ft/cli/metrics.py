@@ -4,7 +4,7 @@
   megatron-ft metrics --output /var/lib/node_exporter/megatron-ft.prom --every 15
 
 The file is for node_exporter's textfile collector, and is whole at every moment: nothing here
-listens on a port.  Every host of a job tells of the job, and of its own nodes.
+listens on a port.  Each host reports the job, and the nodes that it has itself.
 """
 
 from __future__ import annotations
