@@ -51,6 +51,7 @@ from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState, state_folder
 from megatron_ft.supervisor.ledger import CAUGHT_UP, ENDED, SUPERVISING
 from megatron_ft.supervisor.membership import NoSpareError
+from megatron_ft.supervisor.notify import DEFAULT_KINDS, Notifier, kinds_of
 from megatron_ft.supervisor.placement import read_domains
 from megatron_ft.supervisor.spec import JobSpec, raise_open_files
 from megatron_ft.supervisor.supervisor import (
@@ -114,6 +115,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--log-dir", type=Path, help="where the processes' output goes")
     parser.add_argument(
+        "--notify-command",
+        metavar="CMD",
+        help="a shell command to run for an event, which it gets as JSON on its standard input",
+    )
+    parser.add_argument(
+        "--notify-on",
+        metavar="KINDS",
+        type=_kinds,
+        default=DEFAULT_KINDS,
+        help=f"kinds of events for --notify-command (default: {','.join(DEFAULT_KINDS)})",
+    )
+    parser.add_argument(
         "--from-scratch",
         action="store_true",
         help="when neither memory nor disk has a state, start again from nothing",
@@ -143,6 +156,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _folder(text: str) -> Path:
     try:
         return Path(FOLDER.convert(text))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _kinds(text: str) -> tuple[str, ...]:
+    try:
+        return kinds_of(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -189,6 +209,8 @@ def _supervise(
         supervisor = Supervisor(spec, place.launcher, state, place.hosts)
         supervisor.observers.add(Printer())
         EventLog(notes / EVENTS, str(state.record.job)).follow(supervisor.coordinator)
+        if arguments.notify_command:
+            held.callback(_notifier(arguments, supervisor).close)
         supervisor.observers.add(end := RunSummary())
         try:
             code = asyncio.run(_run(supervisor))
@@ -205,6 +227,15 @@ def _supervise(
         else:
             say(place.hint)
     return code
+
+
+def _notifier(arguments: argparse.Namespace, supervisor: Supervisor) -> Notifier:
+    return Notifier(
+        arguments.notify_command,
+        arguments.notify_on,
+        str(supervisor.state.record.job),
+        supervisor.coordinator,
+    )
 
 
 @contextmanager
@@ -248,6 +279,10 @@ def spec_from(
     )
 
 
+STOPPED = "stopped"
+_STOPPED = {UnrecoverableError: 10, NoSpareError: 11, RestartBudgetError: 12}
+
+
 async def _run(supervisor: Supervisor) -> int:
     task = asyncio.ensure_future(supervisor.run())
     stop, loop = Stop(supervisor, task), asyncio.get_running_loop()
@@ -255,13 +290,17 @@ async def _run(supervisor: Supervisor) -> int:
     loop.add_signal_handler(signal.SIGTERM, stop.after_drain)
     try:
         await task
+        return 0
     except asyncio.CancelledError:
-        say(f"{EXIT_CODES[stop.code]}; trainers are stopped")
-        return stop.code
+        code, text = stop.code, f"{EXIT_CODES[stop.code]}; trainers are stopped"
     except (UnrecoverableError, NoSpareError, RestartBudgetError) as error:
-        say(f"megatron-ft: stopped: {error}")
-        return {UnrecoverableError: 10, NoSpareError: 11, RestartBudgetError: 12}[type(error)]
-    return 0
+        code, text = _STOPPED[type(error)], f"megatron-ft: stopped: {error}"
+    except MegatronFTError as error:
+        supervisor.observers.emit(STOPPED, str(error), code=2)
+        raise
+    say(text)
+    supervisor.observers.emit(STOPPED, text, code=code)
+    return code
 
 
 class Printer:
@@ -278,6 +317,6 @@ class Printer:
             self._commits[level] = self._commits.get(level, 0) + 1
             if self._commits[level] % 10 != 1:
                 return
-        if event.kind in ("dropped", SUPERVISING, ENDED, CAUGHT_UP):
+        if event.kind in ("dropped", SUPERVISING, ENDED, CAUGHT_UP, STOPPED):
             return
         say(f"[{event.monotonic - self._start:7.1f} s] {event.text}")

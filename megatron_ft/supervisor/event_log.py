@@ -56,16 +56,7 @@ class EventLog:
 
     def record(self, event: JobEvent) -> None:
         """Record one event; a failure is logged once."""
-        line = {
-            "time": round(time.time(), 3),
-            "at": round(event.monotonic, 4),
-            "job": self._job,
-            "incarnation": self._incarnation(),
-            "kind": event.kind,
-            "text": event.text,
-        }
-        assert not line.keys() & event.fields.keys(), f"{event.kind} has a field of every event"
-        self._waiting.append(json.dumps({**line, **event.fields}, default=str).encode() + b"\n")
+        self._waiting.append(line_of(event, self._job, self._incarnation()))
         try:
             self._write()
             self._failed = False
@@ -87,6 +78,20 @@ class EventLog:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._torn = False
             self._waiting.popleft()
+
+
+def line_of(event: JobEvent, job: str, incarnation: int) -> bytes:
+    """The line of an event that has happened just now."""
+    line = {
+        "time": round(time.time(), 3),
+        "at": round(event.monotonic, 4),
+        "job": job,
+        "incarnation": incarnation,
+        "kind": event.kind,
+        "text": event.text,
+    }
+    assert not line.keys() & event.fields.keys(), f"{event.kind} has a field of every event"
+    return json.dumps({**line, **event.fields}, default=str).encode() + b"\n"
 
 
 class RecordedEvents(NamedTuple):

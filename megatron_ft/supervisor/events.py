@@ -4,16 +4,96 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 log = logging.getLogger(__name__)
 
+KINDS: Mapping[str, str] = {
+    "supervising": "a supervisor has begun",
+    "transport": "parity travels over TCP instead of MPI",
+    "cold_start": "trainers cannot be forked and import anew at each start",
+    "waiting": "a node obeys an older supervisor, or none yet, and is waited for",
+    "trainers_started": "trainers were started",
+    "training": "all ranks are ready and train",
+    "caught_up": "training has reached the iteration at which the incarnation before had ended",
+    "committed": "a snapshot was committed, in memory or with parity",
+    "aborted": "a snapshot was given up before it was committed",
+    "dropped": "a snapshot was not taken: its iteration had passed",
+    "held": "a reader holds a snapshot: new ones are skipped",
+    "released": "snapshots are taken again",
+    "given_up": "several snapshots in a row were given up",
+    "paused": "snapshots were paused by command",
+    "resumed": "snapshots were resumed by command",
+    "interval": "the interval of snapshots was changed",
+    "drained": "a snapshot is on disk",
+    "drain_urged": "a drain begins before it is due",
+    "drain_failed": "a snapshot could not be written to disk",
+    "retention_failed": "older drains could not be removed",
+    "exported": "a snapshot was exported as a checkpoint of the framework",
+    "export_failed": "an export failed",
+    "reader_stalled": "a reader of memory made no progress and lost its hold",
+    "world_ended": "the encoders ended and are started again",
+    "world_broken": "the encoders were ended after an error",
+    "world_refused": "encoders could not be started ahead",
+    "smp_restarted": "a snapshot daemon died and another one took its memory over",
+    "trainer_died": "a trainer ended",
+    "log": "the last lines of a trainer's log",
+    "hang": "training makes no progress",
+    "watch_failed": "hangs may be missed",
+    "silent": "a node does not answer",
+    "node_lost": "a node is lost",
+    "interrupted": "an incarnation was interrupted by an error of its control plane",
+    "coordinator_failed": "an error of the coordinator's own ended an incarnation",
+    "incarnation_ended": "an incarnation has ended, by a failure or on request",
+    "backoff": "the next start waits, after repeated failures",
+    "damaged": "memory of a node is damaged and counts as lost",
+    "corrupt": "bytes differ from their digests and count as lost",
+    "refused": "a node refused an order",
+    "no_room": "a node has too little memory for its part",
+    "spare": "a spare takes the place of a node",
+    "spare_lost": "a spare is lost",
+    "crowded": "a stripe has more members in a failure domain than it can lose",
+    "restoring": "it is decided what is restored, and from where",
+    "rebuilt": "lost shards were rebuilt from parity",
+    "rebuild_failed": "a rebuild failed",
+    "from_disk": "memory cannot serve: training resumes from disk",
+    "from_scratch": "neither memory nor disk can serve: training starts from nothing",
+    "load_failed": "a drained checkpoint could not be loaded into memory",
+    "restore_from_unusable": "--restore-from cannot be used",
+    "declined": "the ranks declined the snapshot that memory offered",
+    "quarantined": "training failed twice from a snapshot: it is not used again",
+    "rewind": "a rewind was asked for",
+    "notes_unwritten": "the job's notes could not be written",
+    "recovered": "all ranks have ended their first iteration after a failure",
+    "shrunk": "the job continues with fewer nodes",
+    "grown": "the job continues with more nodes",
+    "not_shrunk": "the job cannot continue with fewer nodes",
+    "not_grown": "the job does not take back nodes",
+    "reshaping": "a snapshot is reshaped for other ranks",
+    "reshaped": "a snapshot was reshaped",
+    "evacuating": "the ranks of a node are about to move",
+    "evacuated": "the ranks of a node have moved",
+    "not_evacuated": "a node cannot be evacuated",
+    "undone": "an evacuated node is a spare again",
+    "holding": "memory is held until replacement hosts come",
+    "host": "a replacement host has come",
+    "hold_refused": "no replacement host can be asked for",
+    "held_in_vain": "no replacement host came in time",
+    "salvaging": "memory is drained before the job stops",
+    "salvage_failed": "memory could not be drained before the job stops",
+    "stopping": "the job is to stop; a last drain runs",
+    "not_freed": "memory may be left behind",
+    "finished": "training has finished",
+    "stopped": "the job has stopped before training had finished",
+}
+"""Every kind of event, and what has happened when it is emitted."""
+
 
 @dataclass(frozen=True)
 class JobEvent:
-    """One thing that happened.  ``kind`` is a fixed word, ``text`` is for people.
+    """One thing that happened.  ``kind`` is one of KINDS, ``text`` is for people.
 
     ``monotonic`` is in seconds; ``fields`` holds what a program needs to know.
     """

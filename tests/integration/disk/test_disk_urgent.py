@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -93,6 +94,7 @@ def test_sigterm_drains_what_is_committed_and_ends_with_a_code_of_its_own(tmp_pa
     run = [sys.executable, "-m", "megatron_ft.cli.main", "run", "--job", name, "--nodes", "1"]
     run += ["--protect", "none", "--state-dir", str(tmp_path), "--drain-dir", str(disk)]
     run += ["--drain-interval", str(NEVER), "--drain-bandwidth-mib", "0.0001"]
+    run += ["--notify-on", "drained,stopped", "--notify-command", f"cat >> {tmp_path}/told"]
     run += ["--drain-stop-seconds", "90", "--", sys.executable, str(EXAMPLE)]
     run += ["--iterations", str(NEVER), "--losses", str(tmp_path / "losses"), "--width", "64"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -108,6 +110,9 @@ def test_sigterm_drains_what_is_committed_and_ends_with_a_code_of_its_own(tmp_pa
         rest, _ = process.communicate(timeout=WAIT_SECONDS)
         assert process.returncode == EXIT_DRAINED, "".join(lines) + rest
         assert "the newest committed snapshot is in --drain-dir" in rest
+        told = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
+        assert [one["kind"] for one in told] == ["drained", "stopped"]
+        assert told[-1]["code"] == EXIT_DRAINED
         with open_newest(open_checkpoint(disk)) as shards:
             assert shards.info.iteration > 0 and len(shards) == 1
     finally:

@@ -1,0 +1,96 @@
+"""Kinds of events: all that are emitted are listed, documented, and can be notified of."""
+
+from __future__ import annotations
+
+import ast
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.supervisor import notify
+from megatron_ft.supervisor.events import KINDS, Observers
+from megatron_ft.supervisor.notify import DEFAULT_KINDS, Notifier, kinds_of
+from tests.support.jobs import ROOT
+
+EMITTERS = ("emit", "_emit")
+MADE_OF_VARIABLES = {
+    *("supervising", "caught_up", "incarnation_ended", "stopped", "paused", "resumed"),
+    *("evacuating", "evacuated", "not_evacuated", "undone", "grown"),
+}
+
+
+def emitted() -> Iterator[str]:
+    """Kinds that stand in the code as they are: the first argument of a call that emits."""
+    for path in [*(ROOT / "megatron_ft").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            kinds = node.args[3:4] if name == "_try" else node.args[:1]
+            if name in (*EMITTERS, "_try"):
+                for kind in kinds:
+                    if isinstance(kind, ast.Constant) and isinstance(kind.value, str):
+                        yield kind.value
+
+
+def test_every_kind_is_listed_and_every_listed_one_is_emitted() -> None:
+    assert {*emitted(), *MADE_OF_VARIABLES} == set(KINDS)
+
+
+def test_the_docs_list_all_kinds() -> None:
+    text = (ROOT / "docs" / "events.md").read_text()
+    for kind, happened in KINDS.items():
+        assert f"| `{kind}` | {happened} |" in text
+
+
+def test_a_kind_that_does_not_exist_is_refused() -> None:
+    assert set(DEFAULT_KINDS) <= set(KINDS)
+    assert kinds_of("hang, stopped") == ("hang", "stopped")
+    with pytest.raises(ConfigError, match=r"no event node_los; the kinds are .*node_lost"):
+        kinds_of("hang,node_los")
+    with pytest.raises(ConfigError, match="no event named"):
+        kinds_of(" ,")
+
+
+class Led:
+    """The part of a coordinator that a notifier needs."""
+
+    incarnation = 3
+
+    def __init__(self) -> None:
+        self.observers = Observers()
+
+
+def test_a_command_gets_each_event_of_its_kinds_and_a_failure_stops_nothing(tmp_path: Path) -> None:
+    led, file = Led(), tmp_path / "told"
+    command = f"cat >> {file}; exit 1"
+    notifier = Notifier(command, ("hang", "stopped"), "a", led)  # type: ignore[arg-type]
+    for kind in ("hang", "committed", "stopped"):
+        led.observers.emit(kind, f"about {kind}", iteration=4)
+    notifier.close()
+    told = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(one["kind"], one["text"], one["iteration"]) for one in told] == [
+        ("hang", "about hang", 4),
+        ("stopped", "about stopped", 4),
+    ]
+    assert {one["incarnation"] for one in told} == {3} and {one["job"] for one in told} == {"a"}
+
+
+def test_a_command_that_hangs_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(notify, "COMMAND_SECONDS", 0.3)
+    led, file = Led(), tmp_path / "told"
+    command = f"read line; test -e {file} || {{ touch {file}; exec sleep 600; }}; echo >> {file}"
+    notifier = Notifier(command, ("hang",), "a", led)  # type: ignore[arg-type]
+    for _ in range(notify._MOST_WAITING + 3):
+        led.observers.emit("hang", "again")
+    assert "no notification of hang: 100 events wait" in caplog.text
+    notifier.close(60.0)
+    assert not any(thread.name == "megatron-ft-notify" for thread in threading.enumerate())
+    assert "timed out" in caplog.text
+    assert len(file.read_text()) >= notify._MOST_WAITING - 1, "those behind it are run"
