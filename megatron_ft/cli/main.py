@@ -30,6 +30,7 @@ class Command(NamedTuple):
 COMMANDS = (
     Command("run", "megatron_ft.cli.run", "run a training command under protection"),
     Command("doctor", "megatron_ft.cli.doctor.command", "say before training what would go wrong"),
+    Command("plan", "megatron_ft.cli.plan.command", "forecast memory, traffic, survival and ETTR"),
     Command("status", "megatron_ft.cli.status", "show what is protected and what is exposed"),
     Command("metrics", "megatron_ft.cli.metrics", "write the state of jobs for Prometheus"),
     Command("ledger", "megatron_ft.cli.ledger", "show where the time of a job went"),
