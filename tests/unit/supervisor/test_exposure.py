@@ -20,6 +20,7 @@ from megatron_ft.smp.slot_rules import EMPTY_SLOT
 from megatron_ft.supervisor.exposure import MOST_GROUPS, NOTHING, Exposure, Fallback, StripeMap
 from megatron_ft.supervisor.orders import stripe_orders
 from tests.protocol.model.memory import MemoryArena, MemorySlot, inventory_after_fence, record_of
+from tests.support.exposures import said_of
 
 SNAPSHOTS = [SnapshotId(1, number) for number in (1, 2, 3)]
 LINEAGE = (Ancestor(1, None),)
@@ -144,32 +145,13 @@ def test_every_node_and_every_pair_falls_back_to_what_a_recovery_decides(one: Wo
         assert exposure.after(lost) == one.decided(lost), lost
 
 
-def reported(report: Mapping[str, Mapping[str, Any]], nodes: Collection[str]) -> dict[Any, Any]:
-    """What the report says of each node and pair, read as its documentation has it."""
-    usual, found = report["exposure"]["any_node"], dict[Any, Any]()
-    for node in nodes:
-        some = [one for one in report["exposure"]["some_nodes"] if node in one["nodes"]]
-        found[node,] = (some or [usual])[0]
-    for pair in combinations(sorted(nodes), 2):
-        alone = [found[node,] for node in pair]
-        found[pair] = min(alone, key=lambda one: ["", "disk", "memory"].index(one["source"]))
-        if alone[0]["source"] == alone[1]["source"]:
-            found[pair] = min(alone, key=lambda one: one["iteration"])
-        for group in reversed(report["pairs"]["pairs"]):
-            both, first = set(pair) <= set(group["nodes"]), set(pair) & set(group["nodes"])
-            apart = bool(first) and bool(set(pair) & set(group["others"]))
-            if apart if group["others"] else both:
-                found[pair] = group
-    return {k: (one["source"], one["iteration"]) for k, one in found.items()}
-
-
 @given(worlds(mixed=False))
 @settings(max_examples=300, derandomize=True, deadline=None)
 def test_the_report_names_each_pair_that_costs_more_than_its_nodes(one: World) -> None:
-    said = reported(one.exposure().report, one.nodes)
+    shown = status.exposure(summary(one))
     for lost in [*combinations(one.nodes, 1), *combinations(one.nodes, 2)]:
         fallback = one.decided(lost)
-        assert said[lost] == (fallback.source, fallback.iteration), lost
+        assert said_of(lost, shown) == (fallback.iteration, fallback.source), lost
 
 
 def test_damage_of_two_snapshots_in_two_places_costs_both() -> None:
