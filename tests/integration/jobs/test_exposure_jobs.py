@@ -1,0 +1,191 @@
+"""Exposure proven by killing: what status says of a loss is what the recovery restores."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ft.cli import status
+from megatron_ft.cli.main import main as cli
+from tests.support.disk_jobs import of_kind, wait_for, wait_until
+from tests.support.exposures import said_of
+from tests.support.fates import of_node
+from tests.support.jobs import Job
+
+pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
+
+NODES, SPARES = 4, 2
+ENDLESS = 100_000
+
+
+class Losses:
+    """Losses of nodes of one job, each compared with what was said of it before."""
+
+    def __init__(self, job: Job, seed: int) -> None:
+        self.job, self.random = job, random.Random(seed)
+        self.seen: list[tuple[str, int, str]] = []
+
+    def active(self) -> list[str]:
+        return list(self.job.supervisor.members.active)
+
+    def lose(self, lost: Sequence[str], state: str) -> None:
+        """Kill these nodes while the newest snapshot is in this state; they return as spares."""
+        job, coordinator = self.job, self.job.supervisor.coordinator
+        self._have(state)
+        self._still(True)
+        if state == "damaged":
+            assert coordinator.committed is not None
+            shard = self.random.choice(sorted(coordinator.cycle.places))  # type: ignore[union-attr]
+            coordinator.damage.lost.add((shard, coordinator.committed[0]))
+        said = said_of(lost, self.shown())
+        trained, restored = len(of_kind(job, "training")), len(of_kind(job, "restoring"))
+        for node in lost:
+            job.cluster.kill_node(node)
+        wait_for(job, "training", trained + 1)
+        assert len(of_kind(job, "restoring")) > restored, job.story()
+        found = of_kind(job, "restoring")[-1].fields
+        source = "disk" if found["source"] == "disk" else "memory"
+        assert said == (found["iteration"], source), f"{lost} {state}\n{job.story()}"
+        self.seen.append((state, len(lost), source))
+        for node in lost:
+            job.cluster.revive(node)
+        self._still(False)
+        wait_until(job, lambda: coordinator.committed is not None, "for a commit")
+        commits = len(of_kind(job, "committed"))
+        wait_for(job, "committed", commits + 2)
+
+    def _have(self, state: str) -> None:
+        """A newest snapshot without parity, or one with it."""
+        job, wanted = self.job, "local" if state == "local" else "protected"
+        encoders = job.supervisor.world.encoders
+        start = encoders.start
+        if state == "local":
+            encoders.start = _refuse  # type: ignore[method-assign, assignment]
+            for pid in of_node(job, self.active()[0], "megatron_ft.erasure.worker"):
+                os.kill(pid, signal.SIGKILL)
+        committed = len(of_kind(job, "committed"))
+        wait_until(
+            job,
+            lambda: any(e.fields["level"] == wanted for e in of_kind(job, "committed")[committed:]),
+            f"for a {wanted} snapshot",
+        )
+        if state == "local":
+            self._still(True)
+            encoders.start = start  # type: ignore[method-assign]
+
+    def _still(self, still: bool) -> None:
+        """Pause snapshots, and wait for what is under way, on disk too."""
+        job = self.job
+        where = ["--job", job.name, "--arena-dir", str(job.cluster.job_dir.parent)]
+        assert cli(["pause" if still else "resume", *where]) == 0
+        quiet_since = time.monotonic()
+
+        def still_now() -> bool:
+            nonlocal quiet_since
+            cycle, drains = job.supervisor.coordinator.cycle, job.supervisor.drains
+            paused = job.supervisor.coordinator.paused
+            if not (paused and cycle and cycle.phase.value == "idle") or drains._busy:
+                quiet_since = time.monotonic()
+            return time.monotonic() - quiet_since > 2 * job.timing.heartbeat
+
+        if still:
+            wait_until(job, still_now, "for snapshots and drains to stop")
+
+    def shown(self) -> dict[str, Any]:
+        """What status shows, once heartbeats have brought what the coordinator knows."""
+        job, coordinator = self.job, self.job.supervisor.coordinator
+        shown = dict[str, Any]()
+
+        def current() -> bool:
+            view = status.collect(job.cluster.job_dir.parent, job.name)[job.name]["summary"]
+            report = coordinator.exposure()
+            shown.update(status.exposure(view))
+            parts = (
+                {}
+                if report is None
+                else {k: v for p in report.report.values() for k, v in p.items()}
+            )
+            return bool(parts) and all(view.get(k) == v for k, v in parts.items())
+
+        wait_until(job, current, "for status to show this")
+        return shown
+
+
+def _refuse(*_: object) -> str:
+    from megatron_ft.launchers.launcher import NodeUnreachable
+
+    raise NodeUnreachable("no encoders in this test")
+
+
+def campaign(job: Job, seed: int, plan: Callable[[Losses], None]) -> Losses:
+    """Run the job until this many losses have been survived."""
+    done: list[Losses] = []
+
+    def strike(job: Job) -> None:
+        losses = Losses(job, seed)
+        plan(losses)
+        done.append(losses)
+        job.interrupt()
+
+    with pytest.raises(asyncio.CancelledError):
+        job.run((6, strike))
+    return done[0]
+
+
+def job_of(folder: Path) -> Job:
+    return Job(
+        folder,
+        nodes=NODES,
+        spares=SPARES,
+        protect="xor:2",
+        slots=3,
+        iterations=ENDLESS,
+        drain_dir=folder / "disk",
+        drain_interval=40,
+    )
+
+
+def test_one_node_and_a_whole_stripe_cost_what_status_said(made: list[Job], tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    made.append(job)
+
+    def plan(losses: Losses) -> None:
+        wait_for(job, "drained")
+        losses.lose([losses.active()[0]], "protected")
+        whole = next(g["nodes"] for g in losses.shown()["pairs"])
+        losses.lose(whole, "protected")
+
+    sources = [source for *_, source in campaign(job, 1, plan).seen]
+    assert sources == ["memory", "disk"], job.story()
+
+
+@pytest.mark.all_layouts
+@pytest.mark.timeout(1200)
+def test_every_node_and_twenty_pairs_cost_what_status_said(made: list[Job], tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    made.append(job)
+
+    def plan(losses: Losses) -> None:
+        wait_for(job, "drained")
+        for position in range(NODES):
+            for state in ("protected", "local", "damaged"):
+                losses.lose([losses.active()[position]], state)
+        for _ in range(20):
+            pair = losses.random.sample(losses.active(), 2)
+            losses.lose(pair, losses.random.choice(["protected", "local", "damaged"]))
+
+    seen = campaign(job, 7, plan).seen
+    assert len(seen) == 3 * NODES + 20
+    assert {(count, source) for _, count, source in seen} >= {
+        (1, "memory"),
+        (2, "memory"),
+        (2, "disk"),
+    }
