@@ -83,7 +83,7 @@ def recorded(job: str | None, state_dir: Path | None) -> Iterator[tuple[str, dic
     """As ``collect``, from what supervisors have written: of ``job``, or of all that run."""
     notes = state_folder(job or "any", state_dir)
     for path in [notes / STATUS] if job else sorted(notes.parent.glob(f"*/{STATUS}")):
-        with suppress(OSError, UntrustedFileError, ValueError):
+        with suppress(OSError, ValueError, *(() if job else (UntrustedFileError,))):
             found = json.loads(private_files.read_file(path))
             age = time.time() - found["time"]
             supervised = age < FRESH_SECONDS

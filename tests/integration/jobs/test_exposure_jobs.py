@@ -108,12 +108,8 @@ class Losses:
             view = status.collect(job.cluster.job_dir.parent, job.name)[job.name]["summary"]
             report = coordinator.exposure()
             shown.update(status.exposure(view))
-            parts = (
-                {}
-                if report is None
-                else {k: v for p in report.report.values() for k, v in p.items()}
-            )
-            return bool(parts) and all(view.get(k) == v for k, v in parts.items())
+            parts = () if report is None else report.report.values()
+            return bool(parts) and all(view.get(k) == v for part in parts for k, v in part.items())
 
         wait_until(job, current, "for status to show this")
         return shown
@@ -153,7 +149,10 @@ def job_of(folder: Path) -> Job:
     )
 
 
-def test_one_node_and_a_whole_stripe_cost_what_status_said(made: list[Job], tmp_path: Path) -> None:
+def test_one_node_and_a_whole_stripe_cost_what_status_said(
+    made: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a machine without an SMP reads the same from the state folder."""
     job = job_of(tmp_path)
     made.append(job)
 
@@ -162,9 +161,21 @@ def test_one_node_and_a_whole_stripe_cost_what_status_said(made: list[Job], tmp_
         losses.lose([losses.active()[0]], "protected")
         whole = next(g["nodes"] for g in losses.shown()["pairs"])
         losses.lose(whole, "protected")
+        where = ["--state-dir", str(job.folder / "state"), "--arena-dir", str(tmp_path / "none")]
+        capsys.readouterr()
+        wait_until(job, lambda: elsewhere(capsys, *where, "--job", job.name), "for its file")
 
     sources = [source for *_, source in campaign(job, 1, plan).seen]
     assert sources == ["memory", "disk"], job.story()
+
+
+def elsewhere(capsys: pytest.CaptureFixture[str], *where: str) -> bool:
+    """Whether status of a machine without an SMP has the exposure, and both measured restarts."""
+    if cli(["status", *where]):
+        return False
+    shown = capsys.readouterr().out
+    assert "no SMP of it answers here" in shown
+    return "losing any one node: iteration" in shown and "and a restart" not in shown
 
 
 @pytest.mark.all_layouts

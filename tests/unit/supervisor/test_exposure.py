@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.arena.format import SlotState
 from megatron_ft.checkpoint.decide import StripeState, decide
 from megatron_ft.cli import status
+from megatron_ft.cli.main import main as cli
+from megatron_ft.core import private_files
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.slot_rules import EMPTY_SLOT
 from megatron_ft.supervisor.exposure import MOST_GROUPS, NOTHING, Exposure, Fallback, StripeMap
+from megatron_ft.supervisor.job_state import STATUS
 from megatron_ft.supervisor.orders import stripe_orders
 from tests.protocol.model.memory import MemoryArena, MemorySlot, inventory_after_fence, record_of
 from tests.support.exposures import said_of
@@ -200,6 +206,36 @@ def test_json_has_every_node_and_names_what_was_not_measured() -> None:
     assert shown["nodes"]["n00"]["restart_seconds"] is None
     groups = [one["nodes"] for one in shown["pairs"]]
     assert groups == [["n00", "n01", "n02"], ["n03", "n04", "n05"]]
+
+
+def write_status(folder: Path, job: str, age: float) -> None:
+    private_files.make_folder(folder / job)
+    known = {"incarnation": 1, "committed": None, "encoders": "up", "skipping_for": ""}
+    found = summary(world(2, 1, 1), **known)
+    content = json.dumps({"time": time.time() - age, "summary": found}).encode()
+    private_files.replace_file(folder / job / STATUS, content)
+
+
+def test_a_login_node_shows_what_supervisors_have_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["status", "--arena-dir", str(tmp_path / "none"), "--state-dir", str(tmp_path)]
+    assert cli(where) == 2 and "no supervisor has left a status" in capsys.readouterr().err
+    write_status(tmp_path, "runs", 1.0)
+    write_status(tmp_path, "ended", 3600.0)
+    write_status(tmp_path, "foreign", 1.0)
+    (tmp_path / "foreign" / STATUS).chmod(0o666)
+    assert cli(where) == 0
+    shown = capsys.readouterr().out
+    assert "job runs: incarnation 1" in shown and "losing any two of n00, n01 and n02" in shown
+    assert "ended" not in shown and "foreign" not in shown
+    assert cli([*where, "--job", "ended"]) == 0
+    shown = capsys.readouterr().out
+    assert "no supervisor" in shown and "wrote this 3600 s ago" in shown
+    assert cli([*where, "--job", "foreign"]) == 2 and "has mode 666" in capsys.readouterr().err
+    assert cli([*where, "--job", "runs", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["runs"]["exposure"]
+    assert found["nodes"]["n02"]["lost_iterations"] == 2
 
 
 def test_two_thousand_nodes_cost_little_from_one_commit_to_the_next() -> None:
