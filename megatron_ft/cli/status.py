@@ -125,7 +125,8 @@ def _shard(arena: m.ArenaReport, progress: dict[str, int]) -> dict[str, Any]:
 def render(name: str, job: dict[str, Any]) -> str:
     """One job as text."""
     lines = [f"job {name}: {_headline(job)}"]
-    lines.append(f"{'node':10} {'shard':20} {'iteration':>9}  {'slots':44} {'arena':>9}")
+    if job["nodes"]:
+        lines.append(f"{'node':10} {'shard':20} {'iteration':>9}  {'slots':44} {'arena':>9}")
     for node, view in job["nodes"].items():
         if "error" in view:
             lines.append(f"{node:10} {view['error']}")
@@ -144,7 +145,8 @@ def render(name: str, job: dict[str, Any]) -> str:
         )
     if recovery := summary.get("watch", {}).get("recovery"):
         lines.append(f"last restart: {recovery['text']}")
-    lines.append(_scrub_line(job))
+    if job["nodes"]:
+        lines.append(_scrub_line(job))
     return "\n".join(lines)
 
 
