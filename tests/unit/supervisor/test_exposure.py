@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,12 @@ class World:
             node: tuple(m.HeldSnapshot(s, 10 * s.sequence, parity) for s, parity in some.items())
             for node, some in self.held.items()
         }
-        return Exposure(self.stripe_map, held, self.damaged, self.durable)
+        stripe_map = self.stripe_map
+        for parity, count in product((True, False), (1, 2, 3)):
+            # What is kept of whole snapshots must not be taken for others.
+            whole = tuple(m.HeldSnapshot(s, s.sequence, parity) for s in SNAPSHOTS[:count])
+            assert Exposure(stripe_map, dict.fromkeys(self.nodes, whole)).report
+        return Exposure(stripe_map, held, self.damaged, self.durable)
 
     def decided(self, lost: Collection[str]) -> Fallback:
         """The decision of a recovery that finds the other nodes, and what it takes from disk."""
