@@ -138,7 +138,7 @@ def worlds(draw: st.DrawFn, *, mixed: bool) -> World:
         node: {
             snapshot: draw(st.booleans()) if mixed else parity[snapshot]
             for snapshot in SNAPSHOTS
-            if draw(st.integers(0, 7))
+            if draw(st.integers(0, 15)) < 15
         }
         for node in plain.nodes
     }
