@@ -7,7 +7,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 
 from megatron_ft.cli import status
 from megatron_ft.cli.main import main as cli
+from megatron_ft.core.errors import UnrecoverableError
+from megatron_ft.launchers.launcher import NodeUnreachable
 from tests.support.disk_jobs import of_kind, wait_for, wait_until
 from tests.support.exposures import said_of
 from tests.support.fates import of_node
@@ -116,27 +119,10 @@ class Losses:
 
 
 def _refuse(*_: object) -> str:
-    from megatron_ft.launchers.launcher import NodeUnreachable
-
     raise NodeUnreachable("no encoders in this test")
 
 
-def campaign(job: Job, seed: int, plan: Callable[[Losses], None]) -> Losses:
-    """Run the job until this many losses have been survived."""
-    done: list[Losses] = []
-
-    def strike(job: Job) -> None:
-        losses = Losses(job, seed)
-        plan(losses)
-        done.append(losses)
-        job.interrupt()
-
-    with pytest.raises(asyncio.CancelledError):
-        job.run((6, strike))
-    return done[0]
-
-
-def job_of(folder: Path) -> Job:
+def job_of(folder: Path, drain_dir: Path | None = None) -> Job:
     return Job(
         folder,
         nodes=NODES,
@@ -144,33 +130,13 @@ def job_of(folder: Path) -> Job:
         protect="xor:2",
         slots=3,
         iterations=ENDLESS,
-        drain_dir=folder / "disk",
-        drain_interval=40,
+        drain_dir=drain_dir,
+        drain_interval=40 if drain_dir else 0,
     )
 
 
-def test_one_node_and_a_whole_stripe_cost_what_status_said(
-    made: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And a machine without an SMP reads the same from the state folder."""
-    job = job_of(tmp_path)
-    made.append(job)
-
-    def plan(losses: Losses) -> None:
-        wait_for(job, "drained")
-        losses.lose([losses.active()[0]], "protected")
-        whole = next(g["nodes"] for g in losses.shown()["pairs"])
-        losses.lose(whole, "protected")
-        where = ["--state-dir", str(job.folder / "state"), "--arena-dir", str(tmp_path / "none")]
-        capsys.readouterr()
-        wait_until(job, lambda: elsewhere(capsys, *where, "--job", job.name), "for its file")
-
-    sources = [source for *_, source in campaign(job, 1, plan).seen]
-    assert sources == ["memory", "disk"], job.story()
-
-
 def elsewhere(capsys: pytest.CaptureFixture[str], *where: str) -> bool:
-    """Whether status of a machine without an SMP has the exposure, and both measured restarts."""
+    """Whether status of a machine without an SMP has the exposure, with a measured restart."""
     if cli(["status", *where]):
         return False
     shown = capsys.readouterr().out
@@ -178,25 +144,51 @@ def elsewhere(capsys: pytest.CaptureFixture[str], *where: str) -> bool:
     return "losing any one node: iteration" in shown and "and a restart" not in shown
 
 
-@pytest.mark.all_layouts
-@pytest.mark.timeout(1200)
-def test_every_node_and_twenty_pairs_cost_what_status_said(made: list[Job], tmp_path: Path) -> None:
+def test_a_node_and_then_a_whole_stripe_cost_what_status_said(
+    made: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without drains the stripe is the end.  A machine without an SMP reads the state folder."""
     job = job_of(tmp_path)
     made.append(job)
 
-    def plan(losses: Losses) -> None:
+    def strike(job: Job) -> None:
+        losses = Losses(job, 1)
+        losses.lose([losses.active()[0]], "protected")
+        where = ["--state-dir", str(tmp_path / "state"), "--arena-dir", str(tmp_path / "none")]
+        capsys.readouterr()
+        wait_until(job, lambda: elsewhere(capsys, *where, "--job", job.name), "for its file")
+        whole = losses.shown()["pairs"][0]["nodes"]
+        assert said_of(whole, losses.shown()) == (-1, "")
+        for node in whole:
+            job.cluster.kill_node(node)
+
+    with pytest.raises(UnrecoverableError):
+        job.run((6, strike))
+    assert [source for _, source in job.restores()][0] == "parity", job.story()
+
+
+@pytest.mark.all_layouts
+@pytest.mark.timeout(1200)
+def test_every_node_and_twenty_pairs_cost_what_status_said(made: list[Job], tmp_path: Path) -> None:
+    job = job_of(tmp_path, tmp_path / "disk")
+    made.append(job)
+    states = ["protected", "local", "damaged"]
+    done: list[Losses] = []
+
+    def strike(job: Job) -> None:
+        losses = Losses(job, 7)
         wait_for(job, "drained")
-        for position in range(NODES):
-            for state in ("protected", "local", "damaged"):
-                losses.lose([losses.active()[position]], state)
+        for position, state in product(range(NODES), states):
+            losses.lose([losses.active()[position]], state)
         for _ in range(20):
             pair = losses.random.sample(losses.active(), 2)
-            losses.lose(pair, losses.random.choice(["protected", "local", "damaged"]))
+            losses.lose(pair, losses.random.choice(states))
+        done.append(losses)
+        job.interrupt()
 
-    seen = campaign(job, 7, plan).seen
-    assert len(seen) == 3 * NODES + 20
-    assert {(count, source) for _, count, source in seen} >= {
-        (1, "memory"),
-        (2, "memory"),
-        (2, "disk"),
-    }
+    with pytest.raises(asyncio.CancelledError):
+        job.run((6, strike))
+    (losses,) = done
+    assert len(losses.seen) == 3 * NODES + 20
+    kinds = {(count, source) for _, count, source in losses.seen}
+    assert kinds >= {(1, "memory"), (2, "memory"), (2, "disk")}, losses.seen
