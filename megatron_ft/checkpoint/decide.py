@@ -291,14 +291,24 @@ def _problem(
 ) -> str | None:
     """Reason for which a snapshot cannot be served, or None if it can."""
     for stripe, lost in losses.items():
+        complete = not lost or _parity_complete(stripe, lost, snapshot, holdings)
+        if makes_up(len(lost), stripe.parity_members, complete):
+            continue
         if len(lost) > stripe.parity_members:
             return (
                 f"the stripe of {', '.join(stripe.members)} lost {len(lost)} shards "
                 f"({', '.join(lost)}) and has parity for {stripe.parity_members}"
             )
-        if lost and not _parity_complete(stripe, lost, snapshot, holdings):
-            return f"{', '.join(lost)} is lost and the stripe's parity was not complete"
+        return f"{', '.join(lost)} is lost and the stripe's parity was not complete"
     return None
+
+
+def makes_up(lacking: int, parity_members: int, complete: bool) -> bool:
+    """The rule of a stripe: whether it serves though so many of its members lack a snapshot.
+
+    ``complete`` says that all the others have parity.
+    """
+    return not lacking or (lacking <= parity_members and complete)
 
 
 def _parity_complete(

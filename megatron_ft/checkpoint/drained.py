@@ -67,10 +67,14 @@ class DiskCriteria:
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to take, or None; ``reasons`` say why newer ones were not taken."""
+    """The checkpoint to take, or None; ``reasons`` say why newer ones were not taken.
+
+    ``kept`` is the one that would be taken if memory served nothing.
+    """
 
     taken: Drained | None
     reasons: tuple[str, ...] = field(default=())
+    kept: Drained | None = None
 
 
 def find(directory: Path, job: uuid.UUID | None = None) -> tuple[list[Drained], list[str]]:

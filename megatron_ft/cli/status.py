@@ -1,9 +1,16 @@
-"""Show what is protected, and what a node loss would cost right now."""
+"""Show what is protected, and what the loss of any node, or any two, would cost right now.
+
+SMPs of this machine say so.  Where there is none, as on a login node, it is what the job's
+supervisor has written to the state folder.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +18,15 @@ import msgspec
 
 from megatron_ft.arena.format import SlotState
 from megatron_ft.cli import common
+from megatron_ft.core import private_files
 from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask, sockets
+from megatron_ft.supervisor.job_state import STATUS, state_folder
 
+FRESH_SECONDS = 15.0
+"""A supervisor that runs has written its status since; clocks of machines differ somewhat."""
+MOST_NAMES = 8
 SEVERAL = 2
 """One snapshot that is given up is a hiccup; so many in a row have a cause worth a line."""
 
@@ -22,15 +34,23 @@ SEVERAL = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft status``."""
     parser.add_argument("--job", default=None, help="name of the job (default: every job here)")
-    common.add_argument(parser)
+    common.add_folders(parser)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the status of every job found."""
     jobs = collect(common.root_of(arguments), arguments.job)
+    for name, entry in recorded(arguments.job, arguments.state_dir):
+        if not jobs.get(name, {}).get("supervised"):
+            jobs[name] = {**entry, "nodes": jobs.get(name, entry)["nodes"]}
     if not jobs:
-        raise ControlPlaneError("no SMP runs here; is the job running, or --arena-dir missing?")
+        raise ControlPlaneError(
+            "no SMP runs here, and no supervisor has left a status; is the job running, or "
+            "--job, --arena-dir or --state-dir missing?"
+        )
+    for entry in jobs.values():
+        entry["exposure"] = exposure(entry["summary"])
     if arguments.json:
         print(json.dumps(jobs, indent=1))
     else:
@@ -57,6 +77,19 @@ def collect(root: Path, job: str | None) -> dict[str, dict[str, Any]]:
     for entry in jobs.values():
         entry["supervised"] = entry.pop("_fresh", 0.0) > 0
     return jobs
+
+
+def recorded(job: str | None, state_dir: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """As ``collect``, from what supervisors have written: of ``job``, or of all that run."""
+    notes = state_folder(job or "any", state_dir)
+    for path in [notes / STATUS] if job else sorted(notes.parent.glob(f"*/{STATUS}")):
+        with suppress(OSError, ValueError, *(() if job else (UntrustedFileError,))):
+            found = json.loads(private_files.read_file(path))
+            age = time.time() - found["time"]
+            supervised = age < FRESH_SECONDS
+            if job or supervised:
+                entry = {"summary": found["summary"], "nodes": {}, "supervised": supervised}
+                yield path.parent.name, {**entry, "file": str(path), "age": round(age, 1)}
 
 
 def _node(status: m.Status) -> dict[str, Any]:
@@ -92,7 +125,8 @@ def _shard(arena: m.ArenaReport, progress: dict[str, int]) -> dict[str, Any]:
 def render(name: str, job: dict[str, Any]) -> str:
     """One job as text."""
     lines = [f"job {name}: {_headline(job)}"]
-    lines.append(f"{'node':10} {'shard':20} {'iteration':>9}  {'slots':44} {'arena':>9}")
+    if job["nodes"]:
+        lines.append(f"{'node':10} {'shard':20} {'iteration':>9}  {'slots':44} {'arena':>9}")
     for node, view in job["nodes"].items():
         if "error" in view:
             lines.append(f"{node:10} {view['error']}")
@@ -101,15 +135,89 @@ def render(name: str, job: dict[str, Any]) -> str:
             lines.append(f"{node:10} {'(evacuated)' if moved else '(spare)':20}")
         else:
             lines += [_shard_line(node, s, v, view) for s, v in view["shards"].items()]
+    if "file" in job:
+        lines.append(f"no SMP of it answers here; its supervisor wrote this {job['age']:.0f} s ago")
     summary = job["summary"]
+    lines += _exposure_lines(summary)
     if summary.get("given_up", 0) >= SEVERAL:
         lines.append(
             f"the last {summary['given_up']} snapshots were given up: {summary['given_up_reason']}"
         )
     if recovery := summary.get("watch", {}).get("recovery"):
         lines.append(f"last restart: {recovery['text']}")
-    lines.append(_scrub_line(job))
+    if job["nodes"]:
+        lines.append(_scrub_line(job))
     return "\n".join(lines)
+
+
+def exposure(summary: dict[str, Any]) -> dict[str, Any]:
+    """What losses would cost: each node that trains, and the pairs that cost more than either.
+
+    {} while nothing trains.
+    """
+    if "any_node" not in summary:
+        return {}
+    named = {node: one for one in summary["some_nodes"] for node in one["nodes"]}
+    training = sorted({*summary["nodes"], *named} - set(summary["idle"]))
+    return {
+        "nodes": {node: _cost(summary, named.get(node, summary["any_node"])) for node in training},
+        "pairs": [
+            {**_cost(summary, one), "nodes": one["nodes"], "others": one["others"]}
+            for one in summary["pairs"]
+        ],
+        "more_pairs": summary["more_pairs"],
+        "spares": summary["spares"],
+    }
+
+
+def _cost(summary: dict[str, Any], fallback: dict[str, Any]) -> dict[str, Any]:
+    """A fallback with the iterations that are made again; seconds are None if not measured."""
+    source, iteration, watch = fallback["source"], fallback["iteration"], summary["watch"]
+    lost = max(0, summary["iteration"] - max(iteration, 0))
+    each = watch.get("iteration_seconds") or None
+    return {
+        "source": source,
+        "iteration": iteration,
+        "lost_iterations": lost,
+        "lost_seconds": None if each is None else round(lost * each, 3),
+        "restart_seconds": watch.get("restarts", {}).get({"memory": "parity"}.get(source, source)),
+    }
+
+
+def _exposure_lines(summary: dict[str, Any]) -> Iterator[str]:
+    costs = exposure(summary)
+    if not costs:
+        return
+    for one in summary["some_nodes"]:
+        yield f"losing {_names(one['nodes'], 'or')}: {_describe(_cost(summary, one))}"
+    which = "any other node" if summary["some_nodes"] else "any one node"
+    yield f"losing {which}: {_describe(_cost(summary, summary['any_node']))}"
+    for one in costs["pairs"]:
+        nodes, others = one["nodes"], one["others"]
+        pair = f"any two of {_names(nodes)}" if len(nodes) > 2 else " with ".join(nodes)
+        pair = f"{_names(nodes, 'or')} with {_names(others, 'or')}" if others else pair
+        yield f"losing {pair}: {_describe(one)}"
+    if costs["more_pairs"]:
+        yield f"and {costs['more_pairs']} more groups of nodes, two of which cost as much"
+    yield f"free spares: {_names(costs['spares']) or 'none, a lost node cannot be replaced'}"
+
+
+def _describe(cost: dict[str, Any]) -> str:
+    if not cost["source"]:
+        return "nothing that this job keeps; at most a checkpoint of the framework's own"
+    disk = "disk, " if cost["source"] == "disk" else ""
+    text = f"{disk}iteration {cost['iteration']} ({cost['lost_iterations']} iterations"
+    again, restart = cost["lost_seconds"], cost["restart_seconds"]
+    if again is not None:
+        text += f", about {again + (restart or 0.0):.1f} s" + " and a restart" * (restart is None)
+    return text + ")"
+
+
+def _names(nodes: Sequence[str], word: str = "and") -> str:
+    shown = list(nodes[:MOST_NAMES])
+    if len(nodes) > MOST_NAMES:
+        shown[-1:] = [f"{len(nodes) - MOST_NAMES + 1} more"]
+    return f" {word} ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
 def _scrub_line(job: dict[str, Any]) -> str:

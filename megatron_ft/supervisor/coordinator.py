@@ -29,8 +29,9 @@ from megatron_ft.supervisor.cycle import (
 )
 from megatron_ft.supervisor.damage import DamagedShards
 from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.exposure import Exposure, Fallbacks
 from megatron_ft.supervisor.orders import Timing
-from megatron_ft.supervisor.summary import Fallbacks, Skips, SummaryParts, fallbacks
+from megatron_ft.supervisor.summary import Skips, SummaryParts
 
 LOOK_SECONDS = 0.25
 """Interval of looks at what no event brings: the end of a pause, parity that takes too long."""
@@ -69,6 +70,8 @@ class Coordinator(Connections):
         self.committed: tuple[SnapshotId, int, str] | None = None
         self.protected: tuple[SnapshotId, int] | None = None
         self.durable: tuple[SnapshotId, int] | None = None
+        self.free_spares: Callable[[], Sequence[str]] = list
+        self._judged: tuple[Any, Exposure] | None = None
         self.drain_failures = (0, "")
         self.restoring: SnapshotId | None = None
         self.resumed_from: int | None = None
@@ -89,10 +92,17 @@ class Coordinator(Connections):
 
     def view(self) -> dict[str, dict[str, Any]]:
         """The job as the coordinator sees it, for its summary: JSON objects by part."""
+        exposure = self.exposure()
+        idle = set() if self.cycle is None else self.links.keys() - self.cycle.nodes
         return {
             "state": self._state(),
-            "nodes": {"nodes": sorted(self.links)},
+            "nodes": {
+                "nodes": sorted(self.links),
+                "idle": sorted(idle),
+                "spares": sorted(self.free_spares()),
+            },
             "progress": {"iteration": max(self.progress.values(), default=-1)},
+            **({"exposure": {}, "pairs": {}} if exposure is None else exposure.report),
         }
 
     def _state(self) -> dict[str, Any]:
@@ -125,6 +135,10 @@ class Coordinator(Connections):
             "durable": None if durable is None else _named(*durable),
         }
 
+    def summary(self) -> bytes:
+        """The whole summary, as every SMP has it."""
+        return m.merged_summary(self._unknown({}))
+
     def _unknown(self, held: Mapping[str, bytes]) -> dict[str, bytes]:
         return self._summary.unknown_to(held)
 
@@ -155,14 +169,22 @@ class Coordinator(Connections):
 
     def fallbacks(self) -> Fallbacks:
         """The snapshots that failures would fall back to; without training those committed last."""
-        if self.cycle is not None:
-            cycle, damaged = self.cycle, self.damage.lost
-            return fallbacks(self.held, cycle.places, cycle.stripes, damaged)
+        if (exposure := self.exposure()) is not None:
+            return exposure.memory()
         committed, protected = self.committed, self.protected
         return Fallbacks(
             None if committed is None else m.HeldSnapshot(*committed[:2], False),
             None if protected is None else m.HeldSnapshot(*protected, True),
         )
+
+    def exposure(self) -> Exposure | None:
+        """What losses would fall back to, None without training; judged anew after a change."""
+        if (cycle := self.cycle) is None:
+            return None
+        basis = (cycle, dict(self.held), set(self.damage.lost), self.durable)
+        if self._judged is None or self._judged[0] != basis:
+            self._judged = basis, Exposure(cycle.stripe_map, *basis[1:])
+        return self._judged[1]
 
     def stop_snapshots(self) -> None:
         """Permit no more; what is under way is left to the next recovery."""

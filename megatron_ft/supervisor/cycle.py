@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.node_messages import PinnedError, TransitionRefusedError, WorldGoneError
+from megatron_ft.supervisor.exposure import StripeMap
 from megatron_ft.supervisor.orders import orders_by_node
 from megatron_ft.supervisor.schedule import Schedule
 
@@ -113,6 +115,11 @@ class SnapshotCycle:
         self._passed_since: float | None = None
         self._stuck = False
         self.stay = 0.0
+
+    @cached_property
+    def stripe_map(self) -> StripeMap:
+        """The stripes by their nodes."""
+        return StripeMap(self.places, self.stripes)
 
     @property
     def ready(self) -> bool:

@@ -87,6 +87,7 @@ class DiskRestores:
 
     def _look(self, memory: Decision, record: JobRecord) -> Choice:
         own, reasons, quarantine = None, tuple[str, ...](), record.quarantine
+        kept: Drained | None = None
         try:
             own = None if memory.snapshot else self._own(quarantine)
         except OSError as error:
@@ -106,8 +107,9 @@ class DiskRestores:
             reasons = (*choice.reasons, *problems, *reasons)
             if choice.taken is not None:
                 return Choice(choice.taken, reasons)
+            kept = choose(found, replace(wanted, newer_than=None)).taken
         if self._restore_from is None or memory.snapshot is not None:
-            return Choice(None, reasons)
+            return Choice(None, reasons, kept)
         return self._asked_for(self._restore_from, wanted, record, reasons)
 
     def _own(self, quarantine: Quarantine) -> Path | None:

@@ -74,9 +74,10 @@ class Incarnation:
             if (self._encodes() or plan.reshaped) and not self.world.wanted:
                 self.world.start(plan.nodes)
             behind = self.reached if self.reached > plan.decision.iteration else -1
-            self.watch.begin_incarnation(self.members.ranks, plan.decided, behind)
-            source = self.quarantine.source(plan.decision)
-            await self._start_trainers({RESTORE: source})
+            _, source = plan.describe()
+            self.watch.begin_incarnation(self.members.ranks, plan.decided, behind, source)
+            restored = self.quarantine.source(plan.decision)
+            await self._start_trainers({RESTORE: restored})
             return await self._watch(asyncio.create_task(self._begin_snapshots()))
         finally:
             for listener in listeners:

@@ -27,6 +27,9 @@ from megatron_ft.core.identity import Ancestor, RankRule, ShardPlacement
 
 VERSION = 2
 SECRET_BYTES = 32
+STATUS = "status.json"
+"""Name of the file that holds the job's summary, for machines without an SMP of the job."""
+
 _FILE, _TEMPORARY, _LOCK = "job.json", ".job.json.tmp", "lock"
 
 
@@ -179,7 +182,7 @@ class JobState:
 
     def remove(self) -> None:
         """Forget the job: remove our files, the folder if then empty, and give back the lock."""
-        for name in (_FILE, _TEMPORARY, _LOCK):
+        for name in (_FILE, _TEMPORARY, STATUS, f".{STATUS}.tmp", _LOCK):
             (self.folder / name).unlink(missing_ok=True)
         # Not a removal of all that is in it: somebody may have put something there.
         with suppress(OSError):

@@ -75,6 +75,7 @@ class Membership:
         self.active: list[str] = list(state.record.active) or _first_active(spec, launcher)
         self._spec, self._launcher, self._state = spec, launcher, state
         self._coordinator = coordinator
+        coordinator.free_spares = self.free_spares
         # When a node that was given up was last heard of.  The supervisor before this one may have
         # renewed the lease of others until this one began.
         self._began, self._heard = time.monotonic(), dict[str, float]()

@@ -46,7 +46,6 @@ class QuarantinePolicy:
         self._start: Decision | None = None
         self._over_own = False
         self._restored: set[str] = set()
-        self._corrupt: set[tuple[str, SnapshotId]] = set()
         coordinator.listeners.append(self._on_event)
 
     @property
@@ -57,7 +56,7 @@ class QuarantinePolicy:
     @property
     def damaged(self) -> set[tuple[str, SnapshotId]]:
         """Shards that count as lost in these snapshots."""
-        return self._corrupt | self._coordinator.damage.lost
+        return self._coordinator.damage.lost
 
     def admitted(self) -> None:
         """Drop the events of the last incarnation: all nodes are in a new one."""
@@ -136,7 +135,7 @@ class QuarantinePolicy:
     def rebuild_failed(self, corrupt: str) -> None:
         """A rebuild of the snapshot being restored found a shard (or none: "") corrupt."""
         if corrupt and self._coordinator.restoring is not None:
-            self._corrupt.add((corrupt, self._coordinator.restoring))
+            self.damaged.add((corrupt, self._coordinator.restoring))
 
     def rewind(self) -> str:
         """Carry out the user's request; the reason why this incarnation ends, for people."""
@@ -169,12 +168,11 @@ class QuarantinePolicy:
         if isinstance(body, m.Restored):
             self._restored.add(body.shard_id)
         elif isinstance(body, m.CorruptShard):
-            self._corrupt.add((body.shard_id, body.snapshot))
+            self.damaged.add((body.shard_id, body.snapshot))
             text = f"{body.blocks} blocks of {body.shard_id} fail their digests; the shard counts "
             self._coordinator.observers.emit("corrupt", text + "as lost")
         elif isinstance(body, m.Rebuilt):
-            self._corrupt.discard((body.shard_id, body.snapshot))
-            self._coordinator.damage.lost.discard((body.shard_id, body.snapshot))
+            self.damaged.discard((body.shard_id, body.snapshot))
 
     def _remember(self, quarantine: Quarantine) -> None:
         """Put a quarantine in force; if its note fails, until this supervisor ends."""

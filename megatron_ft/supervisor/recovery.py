@@ -245,6 +245,10 @@ class Recovery:
     ) -> tuple[Decision, DiskSource | None, tuple[Ancestor, ...]]:
         """The decision, the checkpoint of which shards are loaded, and the new lineage."""
         taken, coordinator = choice.taken, self._coordinator
+        if choice.kept is not None:
+            # It may be of an earlier supervisor.
+            manifest = choice.kept.manifest
+            coordinator.durable = (manifest.snapshot, manifest.iteration)
         if taken is not None:
             damaged = self._quarantine.damaged
             members = self._members

@@ -11,8 +11,10 @@ committed snapshot goes to disk before all ends.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +26,10 @@ from megatron_ft.core.errors import (
     RegistrationError,
     RestartBudgetError,
     StaleIncarnationError,
+    UntrustedFileError,
 )
+from megatron_ft.core.private_files import replace_file
+from megatron_ft.core.process_tools import in_thread
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.launchers.slurm.allocation import ReplacementHosts
 from megatron_ft.rpc import messages as m
@@ -39,7 +44,7 @@ from megatron_ft.supervisor.evacuation import Evacuations
 from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.failures import NODE_LOST, Failure
 from megatron_ft.supervisor.incarnation import Incarnation
-from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.job_state import STATUS, JobState
 from megatron_ft.supervisor.ledger import ENDED, SUPERVISING
 from megatron_ft.supervisor.membership import Membership, NoSpareError
 from megatron_ft.supervisor.processes import TrainerFleet
@@ -50,6 +55,9 @@ from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.watch import JobWatch
 
 HOST_POLL_SECONDS = 1.0
+STATUS_SECONDS = 2.0
+"""Interval at which the job's summary is written to its state folder."""
+LONGEST_WRITE_SECONDS = 600.0
 
 
 class Supervisor:
@@ -141,6 +149,7 @@ class Supervisor:
             self.observers.emit("cold_start", f"trainers import anew at each start: {why}")
         saved = await self._quarantine.newest_saved()
         self._budget = replace(self._budget, highest_saved=saved)
+        status = asyncio.create_task(self._write_status())
         try:
             while (failure := await self._run_incarnation()) is not None:
                 if self.evacuations.stopping:
@@ -154,12 +163,23 @@ class Supervisor:
             await self._emergency.without_trainers()
             raise
         finally:
+            status.cancel()
             await self.drains.abandon()
             self.world.drop_prepared()
             self.world.stop()
             await self.trainers.kill_all()
             self.trainers.end_hosts()
             await self.coordinator.close()
+
+    async def _write_status(self) -> None:
+        """Keep the summary in the state folder.  A disk that hangs or is full costs only that."""
+        path = self.state.folder / STATUS
+        while True:
+            await asyncio.sleep(STATUS_SECONDS)
+            summary = json.loads(self.coordinator.summary())
+            content = json.dumps({"time": time.time(), "summary": summary}).encode()
+            with suppress(OSError, UntrustedFileError, asyncio.TimeoutError):
+                await in_thread(partial(replace_file, path, content), LONGEST_WRITE_SECONDS)
 
     async def _run_incarnation(self) -> Failure | None:
         """One incarnation; None when training has finished."""

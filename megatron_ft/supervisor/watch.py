@@ -95,14 +95,15 @@ class JobWatch:
         self._ranks, self._longest, self._failed = 0, 0.0, False
         self._behind = -1
         self._recovery: dict[str, Any] | None = None
+        self._source, self._restarts = "", dict[str, float]()
 
-    def begin_incarnation(self, ranks: int, decided: float, behind: int) -> None:
+    def begin_incarnation(self, ranks: int, decided: float, behind: int, source: str) -> None:
         """Begin to watch ``ranks`` trainers, which are about to be started.
 
         ``decided`` is when it was decided what they restore, ``behind`` the iteration up to which
-        they repeat what was lost, -1 if nothing was.
+        they repeat what was lost, -1 if nothing was; ``source`` is where they restore it from.
         """
-        self._ranks, self._behind = ranks, behind
+        self._ranks, self._behind, self._source = ranks, behind, source
         self._coordinator.pulses.begin_incarnation()
         self.clock.starting(decided)
 
@@ -141,6 +142,7 @@ class JobWatch:
             coordinator.observers.emit("recovered", done.describe(), **done.fields())
             self._recovery = {"text": done.describe(), "total": done.total, **done.parts()}
             self._recovery["restart"] = done.restart()
+            self._restarts[self._source] = round(done.total, 3)
         iteration = min((one.report.iteration for one in heard), default=-1)
         if 0 <= self._behind < iteration:
             newer = (iteration - self._behind) * max(one.report.typical for one in heard)
@@ -150,6 +152,7 @@ class JobWatch:
         coordinator.watched = {
             "hang_timeout": round(learned_timeout(self._longest, self._settings), 3),
             "recovery": self._recovery,
+            "restarts": self._restarts,
             "iteration_seconds": max((one.report.typical for one in heard), default=0.0),
         }
 

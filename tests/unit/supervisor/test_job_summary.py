@@ -23,9 +23,10 @@ from megatron_ft.supervisor.connections import SmpLink
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import Action, CyclePhase, Send, SnapshotCycle, SnapshotEnded
 from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.exposure import Exposure, StripeMap
 from megatron_ft.supervisor.orders import Timing, stripe_orders
 from megatron_ft.supervisor.schedule import Schedule
-from megatron_ft.supervisor.summary import SummaryParts, fallbacks
+from megatron_ft.supervisor.summary import SummaryParts
 from megatron_ft.trainer.binding import layout_changed
 from tests.support.smp_node import SECRET, SmpNode, run
 
@@ -62,10 +63,12 @@ def test_what_a_node_knows_is_not_sent_again() -> None:
     assert json.loads(merged_summary(held)) == summary(of)
     assert parts.unknown_to(summary_digests(held)) == {}
     of.progress["dp0"] = 7
+    parts._until = 0.0
     news = parts.unknown_to(summary_digests(held))
     assert news == {"progress": b'{"iteration": 7}'}
     assert len(m.encode(m.Lease(1, 10.0, 1.0, news))) < 150
     of.links.pop("node0007")
+    parts._until = 0.0
     assert list(parts.unknown_to(summary_digests(held | news))) == ["nodes"]
 
 
@@ -75,6 +78,20 @@ def test_it_is_made_once_for_all_nodes_of_a_round() -> None:
     held = summary_digests(parts.unknown_to({}))
     of.progress["dp0"] = 7
     assert parts.unknown_to(held) == {}
+
+
+def test_what_costs_much_is_made_less_often() -> None:
+    made: list[float] = []
+
+    def view() -> dict[str, Any]:
+        made.append(time.monotonic())
+        time.sleep(0.02)
+        return {}
+
+    parts = SummaryParts(view, 0.01)
+    while len(made) < 2:
+        parts.unknown_to({})
+    assert made[1] - made[0] >= 20 * 0.02
 
 
 PLACES = {"dp0": "n0", "dp1": "n1"}
@@ -108,18 +125,21 @@ def test_the_headline_says_what_each_failure_falls_back_to_now() -> None:
     of.damage.lost.clear()
     assert "20 survives a crash, nothing in memory survives a node loss" in headline(of)
     of.damage.lost.add(("dp1", NEW))
+    assert "iteration 10 survives a crash, nothing in memory" in headline(of), "n1 has its parity"
+    of.held["n1"] = (new,)
     assert "nothing in memory survives a crash" in headline(of)
 
 
 def test_parity_makes_up_for_a_damaged_shard_or_for_a_lost_node() -> None:
     new = m.HeldSnapshot(NEW, 20, True)
     held = {"n0": (new,), "n1": (new,)}
-    assert fallbacks(held, PLACES, STRIPES, ()) == (new, new)
-    assert fallbacks(held, PLACES, STRIPES, {("dp0", NEW)}) == (new, None)
-    assert fallbacks(held, PLACES, (), ()) == (new, None)
+    layout = StripeMap(PLACES, STRIPES)
+    assert Exposure(layout, held).memory() == (new, new)
+    assert Exposure(layout, held, {("dp0", NEW)}).memory() == (new, None)
+    assert Exposure(StripeMap(PLACES, ()), held).memory() == (new, None)
     both = {("dp0", NEW), ("dp1", NEW)}
-    assert fallbacks(held, PLACES, STRIPES, both) == (None, None)
-    assert fallbacks({"n0": (new,)}, PLACES, STRIPES, ()) == (None, None)
+    assert Exposure(layout, held, both).memory() == (None, None)
+    assert Exposure(layout, {"n0": (new,)}).memory() == (new, None), "n1 has it no more"
 
 
 def test_a_pause_that_comes_with_a_heartbeat_stops_the_permit(
