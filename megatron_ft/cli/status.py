@@ -88,7 +88,7 @@ def recorded(job: str | None, state_dir: Path | None) -> Iterator[tuple[str, dic
             age = time.time() - found["time"]
             supervised = age < FRESH_SECONDS
             if job or supervised:
-                entry = {"summary": found["summary"], "nodes": {}, "supervised": supervised}
+                entry = {**found, "nodes": {}, "supervised": supervised}
                 yield path.parent.name, {**entry, "file": str(path), "age": round(age, 1)}
 
 
@@ -189,20 +189,21 @@ def _exposure_lines(summary: dict[str, Any]) -> Iterator[str]:
     if not costs:
         return
     for one in summary["some_nodes"]:
-        yield f"losing {_names(one['nodes'], 'or')}: {_describe(_cost(summary, one))}"
+        yield f"losing {_names(one['nodes'], 'or')}: {describe(_cost(summary, one))}"
     which = "any other node" if summary["some_nodes"] else "any one node"
-    yield f"losing {which}: {_describe(_cost(summary, summary['any_node']))}"
+    yield f"losing {which}: {describe(_cost(summary, summary['any_node']))}"
     for one in costs["pairs"]:
         nodes, others = one["nodes"], one["others"]
         pair = f"any two of {_names(nodes)}" if len(nodes) > 2 else " with ".join(nodes)
         pair = f"{_names(nodes, 'or')} with {_names(others, 'or')}" if others else pair
-        yield f"losing {pair}: {_describe(one)}"
+        yield f"losing {pair}: {describe(one)}"
     if costs["more_pairs"]:
         yield f"and {costs['more_pairs']} more groups of nodes, two of which cost as much"
     yield f"free spares: {_names(costs['spares']) or 'none, a lost node cannot be replaced'}"
 
 
-def _describe(cost: dict[str, Any]) -> str:
+def describe(cost: dict[str, Any]) -> str:
+    """A cost for people."""
     if not cost["source"]:
         return "nothing that this job keeps; at most a checkpoint of the framework's own"
     disk = "disk, " if cost["source"] == "disk" else ""

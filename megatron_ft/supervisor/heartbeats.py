@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ft.rpc.heartbeat_page import PulseReport
+from megatron_ft.rpc.heartbeat_page import PulseReport, TrainerPhase
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,26 @@ class Heartbeats:
     def begin_incarnation(self) -> None:
         """Forget reports of trainers that are dead now."""
         self._heard.clear()
+
+    def by_node(self) -> dict[str, dict[str, Any]]:
+        """Each node's ranks: how many, their least iteration, and the one that is silent longest.
+
+        ``silent`` is in seconds since its last mark.
+        """
+        now, nodes = time.monotonic(), dict[str, list[RankReport]]()
+        for one in self._heard.values():
+            nodes.setdefault(one.node, []).append(one)
+        slowest = {node: max(heard, key=lambda one: one.idle(now)) for node, heard in nodes.items()}
+        return {
+            node: {
+                "ranks": len(heard),
+                "iteration": min(one.report.iteration for one in heard),
+                "silent": round(slowest[node].idle(now), 1),
+                "rank": slowest[node].report.rank,
+                "phase": TrainerPhase(slowest[node].report.phase).name.lower(),
+            }
+            for node, heard in nodes.items()
+        }
 
     def fresh(self, ranks: int, age: float) -> list[RankReport]:
         """Reports of all ranks, by rank, if none is older than ``age`` s; else an empty list.

@@ -176,8 +176,12 @@ class Supervisor:
         path = self.state.folder / STATUS
         while True:
             await asyncio.sleep(STATUS_SECONDS)
-            summary = json.loads(self.coordinator.summary())
-            content = json.dumps({"time": time.time(), "summary": summary}).encode()
+            status = {
+                "time": time.time(),
+                "summary": json.loads(self.coordinator.summary()),
+                "ranks": self.coordinator.pulses.by_node(),
+            }
+            content = json.dumps(status).encode()
             with suppress(OSError, UntrustedFileError, asyncio.TimeoutError):
                 await in_thread(partial(replace_file, path, content), LONGEST_WRITE_SECONDS)
 

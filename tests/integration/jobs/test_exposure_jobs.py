@@ -141,6 +141,9 @@ def elsewhere(capsys: pytest.CaptureFixture[str], *where: str) -> bool:
         return False
     shown = capsys.readouterr().out
     assert "no SMP of it answers here" in shown
+    assert cli(["top", *where[:2], *where[4:]]) == 0
+    top = capsys.readouterr().out
+    assert all(f"node{number} " in top for number in range(1, NODES)), top
     return "losing any one node: iteration" in shown and "and a restart" not in shown
 
 
