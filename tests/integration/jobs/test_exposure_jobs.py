@@ -143,7 +143,7 @@ def elsewhere(capsys: pytest.CaptureFixture[str], *where: str) -> bool:
     assert "no SMP of it answers here" in shown
     assert cli(["top", *where[:2], *where[4:]]) == 0
     top = capsys.readouterr().out
-    assert all(f"node{number} " in top for number in range(1, NODES)), top
+    assert all(f"n{number} " in top for number in range(1, NODES)), top
     return "losing any one node: iteration" in shown and "and a restart" not in shown
 
 
