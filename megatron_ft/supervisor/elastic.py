@@ -63,17 +63,16 @@ def shrink(
 
 def nodes_without(
     spec: JobSpec, state: JobState, members: Membership, leaving: Collection[str]
-) -> list[str]:
+) -> tuple[list[str], list[str]]:
     """The nodes with which a job continues that some shall leave, in the order of their ranks.
 
-    Empty if it shall not shrink, or cannot.
+    None if it shall not shrink, or cannot: the reasons then say why, as ``fewer_nodes`` does.
     """
     active, rule = members.active, state.record.rank_rule
     if spec.settings.on_no_spare != SHRINK or rule is None:
-        return []
+        return [], []
     left = [node for node in active if node not in leaving]
-    chosen, _ = fewer_nodes(left, len(active), spec.ranks_per_node, rule, spec.domains, spec.scheme)
-    return chosen
+    return fewer_nodes(left, len(active), spec.ranks_per_node, rule, spec.domains, spec.scheme)
 
 
 def more_nodes(

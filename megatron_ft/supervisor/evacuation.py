@@ -12,7 +12,7 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -51,7 +51,8 @@ class Standing:
     """State of a job when an evacuation is asked for.
 
     ``spares`` are the nodes that could take over, ``wanted`` those that shall leave, which no
-    ranks move to; ``fewer`` those with which the job could continue without a spare.
+    ranks move to; ``fewer`` those with which the job could continue without a spare, ``not_fewer``
+    the reasons if there are none.
     """
 
     active: Collection[str]
@@ -62,6 +63,7 @@ class Standing:
     paused: bool
     stopping: bool
     fewer: Collection[str] = ()
+    not_fewer: Sequence[str] = ()
 
     @property
     def free(self) -> set[str]:
@@ -83,7 +85,8 @@ class Standing:
         if self.free or self.fewer:
             return ""
         also = ", ".join(sorted(set(self.spares) & set(self.wanted)))
-        return "no spare is left" + (f": {also} shall leave, too" if also else "")
+        text = "no spare is left" + (f": {also} shall leave, too" if also else "")
+        return "; not with ".join([text, *self.not_fewer])
 
 
 def boundaries_ahead(seconds: float, iteration_seconds: float) -> int:
@@ -121,7 +124,7 @@ class Evacuations:
         world: WorldKeeper,
         redundant: bool,
         more_nodes: Callable[[Collection[str]], list[str]],
-        nodes_without: Callable[[Collection[str]], list[str]],
+        nodes_without: Callable[[Collection[str]], tuple[list[str], list[str]]],
     ) -> None:
         """``more_nodes`` says with which of the nodes that are there the job could grow,
         ``nodes_without`` with which it could continue without some of those that train."""
@@ -218,12 +221,14 @@ class Evacuations:
     def _standing(self, node: str) -> Standing:
         requests = self._coordinator.evacuations.values()
         wanted = self._members.leaving | {r.node for r in requests if not r.undo}
+        fewer, not_fewer = self._nodes_without(wanted | {node})
         return Standing(
             active=self._members.active,
             others=self._launcher.nodes(),
             spares=self._members.free_spares(),
             wanted=wanted,
-            fewer=self._nodes_without(wanted | {node}),
+            fewer=fewer,
+            not_fewer=not_fewer,
             redundant=self._redundant,
             paused=self._coordinator.paused,
             stopping=self.stopping,

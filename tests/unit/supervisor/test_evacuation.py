@@ -61,6 +61,8 @@ def test_a_reason_says_which_spare_shall_leave_too() -> None:
     assert standing.against("n0") == "no spare is left: n1 shall leave, too"
     assert standing.against("n1") == "", "it has no ranks"
     assert replace(standing, spares=[]).against("n0") == "no spare is left"
+    alone = replace(standing, spares=[], not_fewer=["2 nodes: TP 4 needs 4 ranks"])
+    assert alone.against("n0") == "no spare is left; not with 2 nodes: TP 4 needs 4 ranks"
 
 
 @given(st.floats(0.01, 2.0), st.floats(1e-6, 100) | st.just(0.0))
