@@ -32,6 +32,7 @@ COMMANDS = (
     Command("doctor", "megatron_ft.cli.doctor.command", "say before training what would go wrong"),
     Command("status", "megatron_ft.cli.status", "show what is protected and what is exposed"),
     Command("ledger", "megatron_ft.cli.ledger", "show where the time of a job went"),
+    Command("autopsy", "megatron_ft.cli.autopsy", "show who stopped first in a failure, and why"),
     Command("pause", "megatron_ft.cli.pause", "stop taking snapshots until resume"),
     Command("resume", "megatron_ft.cli.pause", "take snapshots again"),
     Command("drain", "megatron_ft.cli.drain", "write a snapshot from memory to disk now"),

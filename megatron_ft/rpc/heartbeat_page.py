@@ -63,16 +63,23 @@ class Pulse(msgspec.Struct, array_like=True):
     beat: float = 0.0
 
 
+GONE = "X"
+"""The kernel's letter for a process that has ended (proc(5))."""
+
+
 class PulseReport(Pulse):
     """One trainer's heartbeats as its node sees them; what is added is in seconds.
 
     ``idle`` is how long it has passed no mark, ``quiet`` how long its watching thread has not
-    run, ``state`` the kernel's letter for its process (proc(5)).
+    run, ``state`` the kernel's letter for its process (proc(5)).  ``oom_kills`` is how often the
+    kernel's OOM killer has struck in its memory cgroup since it was first seen there, -1 if that
+    cannot be read.  Of one that has ended (GONE) all is as of its end.
     """
 
     idle: float = 0.0
     quiet: float = 0.0
     state: str = ""
+    oom_kills: int = -1
 
 
 _STORED = attrgetter(*(name for name in Pulse.__struct_fields__ if name != "beat"))

@@ -9,7 +9,10 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -43,12 +46,38 @@ def fail() -> None:
     raise ValueError("this rank alone cannot continue")
 
 
+def leave() -> None:
+    sys.exit(3)
+
+
+def leave_quietly() -> None:
+    sys.exit(0)
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exhaust_memory() -> None:
+    """In a memory cgroup of its own, whose folder a variable names, so that nobody else is hit."""
+    folder = Path(os.environ["MEGATRON_FT_TEST_CGROUP"])
+    (folder / "cgroup.procs").write_text(str(os.getpid()))
+    time.sleep(1.5)  # the node looks at each heartbeat
+    held = []
+    while True:
+        held.append(bytearray(os.urandom(1 << 20)))
+
+
 KINDS: dict[str, Callable[[], None]] = {
     "loop": loop_for_ever,
     "c": block_in_c,
     "collective": enter_alone,
     "suspended": be_suspended,
     "error": fail,
+    "leave": leave,
+    "leave_quietly": leave_quietly,
+    "killed": be_killed,
+    "memory": exhaust_memory,
 }
 
 
