@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -24,7 +24,7 @@ CLASSES: Mapping[str, str] = {
     HANG: "no rank made progress, and the watch named whom the job waited for",
     LEFT: "the process ended by itself, without an exception, while others trained",
     NODE: "the launcher says that the node is gone",
-    CUT: "the node stopped answering, and ended its trainers when its lease had run out",
+    CUT: "the node stopped answering, but is known to live",
     UNKNOWN: "evidence does not tell",
 }
 
@@ -85,9 +85,10 @@ class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What was kept of the unplanned end of an incarnation; ``time`` is in seconds since 1970.
 
-    ``gone`` are nodes that the launcher counts as lost; ``silent`` maps nodes to the seconds
-    since their last answer, where those are longer than ``lease``, after which a node that is cut
-    off ends its own trainers.  ``hung`` are the ranks that the watch named, ``hang`` its sentence.
+    ``gone`` are nodes that the launcher counts as lost, ``losses_known`` is whether it knows of
+    each loss at once; ``silent`` maps nodes to the seconds since their last answer, where those
+    come near to a lease, at whose end a node that is cut off ends its own trainers.  ``hung`` are
+    the ranks that the watch named, ``hang`` its sentence.
     """
 
     job: str
@@ -98,6 +99,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     ranks: tuple[RankEvidence, ...] = ()
     gone: tuple[str, ...] = ()
+    losses_known: bool = False
     silent: dict[str, float] = {}
     hung: tuple[int, ...] = ()
     hang: str = ""
@@ -109,7 +111,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
         return sorted((one for one in self.ranks if one.place >= 0), key=lambda one: one.place)
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class Autopsy(msgspec.Struct, frozen=True):
     """Who stopped first: ``rank`` (-1: not a single known one) on ``node``, and the class.
 
     ``sentence`` gives the reason, ``waiting`` has a line for each group of the others.
@@ -122,11 +124,11 @@ class Verdict(msgspec.Struct, frozen=True):
     waiting: tuple[str, ...] = ()
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: Evidence) -> Autopsy:
     """The verdict on one failure; of class "unknown" where evidence tells nothing certain."""
     rank, node, kind, sentence = _judge(evidence)
     others = [one for one in evidence.ranks if one.rank != rank]
-    return Verdict(rank, node, kind, sentence, tuple(_waiting(others, evidence)))
+    return Autopsy(rank, node, kind, sentence, tuple(_waiting(others, evidence)))
 
 
 def is_settled(ended: Sequence[RankEvidence]) -> bool:
@@ -159,8 +161,8 @@ def _judge(evidence: Evidence) -> _Finding:
         text = f"rank {one.rank} closed its training and ended with 0; others still trained"
         return one.rank, one.node, LEFT, text
     if ended:
-        text = f"{_named(ended)} lost a connection to another rank; nobody else had ended"
-        return -1, "", UNKNOWN, text
+        names = _named([one.rank for one in ended])
+        return -1, "", UNKNOWN, f"{names} lost a connection to another rank; nobody else had ended"
     return -1, evidence.node, UNKNOWN, evidence.failure
 
 
@@ -172,9 +174,11 @@ def _of_silence(
     text = f"{node} has not answered for {evidence.silent[node]:.1f} s"
     if all_silent:
         return -1, "", UNKNOWN, f"{text}, nor has any other node: this supervisor was cut off"
-    if first is None:
-        return -1, node, UNKNOWN, f"{text}: it is lost, suspended or cut off"
-    return -1, node, CUT, f"{text}, and has ended its trainers: {_ranks_on(evidence, silent)}"
+    if first is not None:
+        return -1, node, CUT, f"{text}, and has ended its trainers: {_ranks_on(evidence, silent)}"
+    if evidence.losses_known:
+        return -1, node, CUT, f"{text}, and is not lost: {_ranks_on(evidence, silent)} cut off"
+    return -1, node, UNKNOWN, f"{text}: it is lost, suspended or cut off"
 
 
 def _of_end(one: RankEvidence) -> _Finding:
@@ -213,15 +217,15 @@ def _waiting(others: Iterable[RankEvidence], evidence: Evidence) -> Iterable[str
         else:
             text = f"ran: iteration {one.iteration} ended, {one.marks} marks, phase {one.phase}"
         groups.setdefault(text, []).append(one.rank)
-    return [f"rank {in_ranges(sorted(ranks))} {text}" for text, ranks in groups.items()]
+    return [f"{_named(ranks)} {text}" for text, ranks in groups.items()]
 
 
-def _named(ranks: Iterable[RankEvidence]) -> str:
-    return f"rank {in_ranges(sorted(one.rank for one in ranks))}"
+def _named(ranks: Collection[int]) -> str:
+    return f"rank{'s'[: len(ranks) - 1]} {in_ranges(sorted(ranks))}"
 
 
 def _ranks_on(evidence: Evidence, nodes: Sequence[str]) -> str:
-    return _named(one for one in evidence.ranks if one.node in nodes)
+    return _named([one.rank for one in evidence.ranks if one.node in nodes])
 
 
 def _node_of(evidence: Evidence, ranks: Sequence[int]) -> str:

@@ -27,9 +27,9 @@ from megatron_ft.core.errors import UNREADABLE, ConfigError
 from megatron_ft.core.process_tools import in_thread, log_size, tail
 from megatron_ft.rpc.heartbeat_page import TrainerPhase
 from megatron_ft.supervisor.autopsy import (
+    Autopsy,
     Evidence,
     RankEvidence,
-    Verdict,
     is_settled,
     judge,
     read_log,
@@ -63,7 +63,7 @@ _MOST_EVENTS = 60
 class Kept(msgspec.Struct, frozen=True):
     """Content of ``evidence.json``."""
 
-    verdict: Verdict
+    verdict: Autopsy
     evidence: Evidence
 
 
@@ -177,11 +177,11 @@ class EvidenceKeeper:
             log.warning("no autopsy of %s: %r", failure.text, error)
             return
         fields = {"rank": verdict.rank, "node": verdict.node, "verdict": verdict.kind}
-        text = f"autopsy: {verdict.kind}: {verdict.sentence}"
+        text = f"stopped first ({verdict.kind}): {verdict.sentence}"
         self._coordinator.observers.emit(AUTOPSY, text, **fields, folder=str(folder))
 
-    def _keep(self, failure: Failure, seen: _Seen) -> tuple[Verdict, Path]:
-        hang, ranks = self._hang, self._ranks(seen.exits)
+    def _keep(self, failure: Failure, seen: _Seen) -> tuple[Autopsy, Path]:
+        hang, ranks, now = self._hang, self._ranks(seen.exits), time.monotonic()
         evidence = Evidence(
             job=self._job,
             incarnation=self._coordinator.incarnation,
@@ -191,11 +191,12 @@ class EvidenceKeeper:
             node=failure.place,
             ranks=tuple(ranks),
             gone=tuple(seen.gone),
+            losses_known=self._launcher.knows_losses,
             silent=dict(seen.silent),
             hung=() if hang is None else tuple(hang.fields["ranks"]),
             hang="" if hang is None else hang.text,
             versions=_versions(),
-            events=tuple(f"{e.monotonic:.3f} {e.kind}: {e.text}" for e in self._events),
+            events=tuple(f"{e.monotonic - now:.2f} s {e.kind}: {e.text}" for e in self._events),
         )
         kept = Kept(judge(evidence), evidence)
         stacks = None if hang is None else Path(hang.fields["folder"])
