@@ -23,6 +23,7 @@ from megatron_ft.rpc.heartbeat_page import (
     PulseReport,
     TrainerPhase,
     pulse_path,
+    read_calls,
     read_pulse,
     stacks_path,
 )
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 
 MOST_STACK_BYTES = 64 << 10
 """Longest stacks of one rank; 100 frames in 100 threads would be some ten times as long."""
+
+QUIET_SECONDS, MOST_CALLS = 1.0, 16
+"""Calls of collectives are reported of ranks that have passed no mark for so long, the last few."""
 
 _SETTLED_SECONDS = 0.2
 _POLL_SECONDS = 0.05
@@ -103,12 +107,14 @@ class NodeHeartbeats:
 
     def _report(self, pulse: Pulse, pid: int) -> PulseReport:
         now, stat = time.monotonic(), procfs.read_stat(pid)
+        stuck = now - pulse.marked > QUIET_SECONDS or stat is None or not stat.has_program
         return PulseReport(
             **msgspec.structs.asdict(pulse),
             idle=max(0.0, now - pulse.marked) if pulse.marked else 0.0,
             quiet=max(0.0, now - pulse.beat) if pulse.beat else 0.0,
             state=stat.state if stat else GONE,
             oom_kills=self._oom_kills(pid, stat),
+            calls=read_calls(pulse_path(self._folder, pid), MOST_CALLS) if stuck else (),
         )
 
     def _oom_kills(self, pid: int, stat: procfs.ProcessStat | None) -> int:

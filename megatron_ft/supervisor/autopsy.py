@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 import signal
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
+from megatron_ft.rpc.heartbeat_page import Call
 from megatron_ft.supervisor.heartbeats import in_ranges
 
 SIGNAL, MEMORY, EXCEPTION, HANG = "signal", "out of memory", "exception", "hang"
@@ -54,7 +56,8 @@ class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
     ``place`` in the order of ends that were seen before the supervisor ended the others, and
     ``after`` how long after the first: -1 and 0 if it still ran; ``status`` is that of its exit,
     below zero a signal.  The rest is of its last heartbeat, if one came: ``idle`` since its last
-    mark, ``state`` of its process, ``oom_kills`` in its cgroup, -1 if unknown.
+    mark, ``state`` of its process, ``oom_kills`` in its cgroup, -1 if unknown, ``calls`` of
+    collectives, the newest last.
     """
 
     rank: int
@@ -69,6 +72,12 @@ class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
     state: str = ""
     oom_kills: int = -1
     log: DeadLog = DeadLog()
+    calls: tuple[Call, ...] = ()
+
+    @property
+    def inside(self) -> Call | None:
+        """The collective that it waits in, None if it is in none or that is not known."""
+        return self.calls[-1] if self.calls and not self.calls[-1].left else None
 
     @property
     def finished(self) -> bool:
@@ -151,8 +160,11 @@ def _judge(evidence: Evidence) -> _Finding:
     if silent and (first is None or (first.node in silent and first.status == -signal.SIGKILL)):
         return _of_silence(silent, first, evidence, all_silent=homes <= evidence.silent.keys())
     if evidence.hang and (first is None or first.status):
-        rank = evidence.hung[0] if len(evidence.hung) == 1 else -1
-        return rank, _node_of(evidence, evidence.hung), HANG, evidence.hang
+        apart = _apart(evidence.ranks)
+        hung = evidence.hung if len(evidence.hung) == 1 or len(apart) != 1 else tuple(apart)
+        text = "".join(f"; rank {rank} {apart[rank]}" for rank in hung if rank in apart)
+        rank = hung[0] if len(hung) == 1 else -1
+        return rank, _node_of(evidence, hung), HANG, evidence.hang + text
     if first is not None:
         return _of_end(first)
     finished = [one for one in ended if one.finished]
@@ -179,6 +191,32 @@ def _of_silence(
     if evidence.losses_known:
         return -1, node, CUT, f"{text}, and is not lost: {_ranks_on(evidence, silent)} cut off"
     return -1, node, UNKNOWN, f"{text}: it is lost, suspended or cut off"
+
+
+def _apart(ranks: Sequence[RankEvidence]) -> dict[int, str]:
+    """Ranks that are not in the collective that most of the ranks wait in, and what they are in.
+
+    Of a group that not all ranks are in, those that are not are not known: they are left out.
+    """
+    waits = Counter(
+        (call.group, call.sequence, call.name)
+        for one in ranks
+        if (call := one.inside) is not None and call.sequence
+    ).most_common(1)
+    if not waits or 2 * waits[0][1] <= len(ranks) - 1:
+        return {}
+    (group, sequence, name), count = waits[0]
+    missing = f"{name} #{sequence} of group {group}"
+    found = {}
+    for one in ranks:
+        last = next((call for call in reversed(one.calls) if call.group == group), None)
+        if last is None or (last.sequence, last.name) == (sequence, name):
+            continue
+        if last.sequence < sequence:
+            found[one.rank] = f"has not called {missing}; its last was #{last.sequence}"
+        elif last.sequence == sequence and 2 * count > len(ranks):
+            found[one.rank] = f"is in {last.name} #{sequence}, the others in {missing}"
+    return found
 
 
 def _of_end(one: RankEvidence) -> _Finding:
@@ -216,6 +254,7 @@ def _waiting(others: Iterable[RankEvidence], evidence: Evidence) -> Iterable[str
             text = "ran; no heartbeat came from it"
         else:
             text = f"ran: iteration {one.iteration} ended, {one.marks} marks, phase {one.phase}"
+            text += f", in {one.inside}" if one.inside else ""
         groups.setdefault(text, []).append(one.rank)
     return [f"{_named(ranks)} {text}" for text, ranks in groups.items()]
 

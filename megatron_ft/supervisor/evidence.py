@@ -151,7 +151,7 @@ class EvidenceKeeper:
                 phase = TrainerPhase(report.phase).name.lower()
                 fields |= {"iteration": report.iteration, "marks": report.marks, "phase": phase}
                 fields |= {"idle": report.idle, "state": report.state}
-                fields["oom_kills"] = report.oom_kills
+                fields |= {"oom_kills": report.oom_kills, "calls": report.calls}
             found.append(RankEvidence(rank=rank, node=node, **fields))  # type: ignore[arg-type]
         # The order of importance: ends, in their order, then ranks behind.
         return sorted(found, key=lambda r: (r.place < 0, r.place, r.marks, r.rank))

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_ft import run_resilient
@@ -34,6 +35,15 @@ def block_in_c() -> None:
 
 def enter_alone() -> None:
     dist.barrier()
+
+
+def skip_one() -> None:
+    """The others call a collective that this rank does not."""
+    time.sleep(3600)
+
+
+def call_another() -> None:
+    dist.all_reduce(torch.zeros(1))
 
 
 def be_suspended() -> None:
@@ -73,6 +83,8 @@ KINDS: dict[str, Callable[[], None]] = {
     "c": block_in_c,
     "collective": enter_alone,
     "suspended": be_suspended,
+    "skips": skip_one,
+    "another": call_another,
     "error": fail,
     "leave": leave,
     "leave_quietly": leave_quietly,
@@ -83,6 +95,7 @@ KINDS: dict[str, Callable[[], None]] = {
 
 def hanging(train_one: Any, faults: list[list[str]]) -> Any:
     """The example's training step with the faults."""
+    apart = {int(at) for _, kind, at, _ in faults if kind in ("skips", "another")}
     here = (os.environ["MEGATRON_FT_INCARNATION"], "*", os.environ["RANK"])
     mine = {
         int(at): KINDS[kind]
@@ -93,6 +106,8 @@ def hanging(train_one: Any, faults: list[list[str]]) -> Any:
     def step(state: dict[str, Any], iteration: int, device: Any) -> float:
         if iteration in mine:
             mine[iteration]()
+        elif iteration in apart:
+            dist.barrier()
         return float(train_one(state, iteration, device))
 
     return step

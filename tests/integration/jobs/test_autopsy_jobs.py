@@ -79,6 +79,18 @@ def test_each_end_is_named_with_its_class(new: Callable[..., Job], tmp_path: Pat
     assert json.loads(newest)["verdict"]["kind"] == "hang"
 
 
+def test_the_missing_collective_of_a_hang_is_named(new: Callable[..., Job]) -> None:
+    job = new("1:another:8:2", "2:skips:16:1")
+    job.run()
+    other, one = of_kind(job, "autopsy")
+    assert (one.fields["rank"], one.fields["verdict"]) == (1, "hang"), job.story()
+    assert "rank 1 has not called barrier #" in one.text
+    waits = kept(one).verdict.waiting
+    assert len(waits) == 1 and "ranks 0,2" in waits[0] and "in barrier #" in waits[0], waits
+    assert (other.fields["rank"], other.fields["verdict"]) == (2, "hang"), job.story()
+    assert "rank 2 is in all_reduce #" in other.text and "the others in barrier #" in other.text
+
+
 def test_a_lost_node_is_named(new: Callable[..., Job]) -> None:
     job = new(spares=1)
     job.run((8, lambda job: job.cluster.kill_node("n2") and None))

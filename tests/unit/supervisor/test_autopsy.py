@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.core.errors import ConfigError
+from megatron_ft.rpc.heartbeat_page import Call
 from megatron_ft.supervisor.autopsy import (
     CLASSES,
     CUT,
@@ -160,6 +161,40 @@ def test_each_fault_is_named(fault: str) -> None:
     found = judge(evidence(rank(0, **consequence), rank(1, **end), rank(2), **more))
     assert (found.rank, found.node, found.kind) == expected, found
     assert found.kind in CLASSES and "2 ran: iteration 17 ended" in " ".join(found.waiting)
+
+
+def call(name: str, sequence: int, group: str = "default", left: float = 0.0) -> Call:
+    return Call(sequence, sequence, 4000, 17, 1.0, left, name, group)
+
+
+def test_the_collective_that_is_missing_is_named() -> None:
+    inside, left = call("all_reduce", 12), call("all_reduce", 11, left=2.0)
+    ranks = [rank(i, calls=(call("barrier", 3, "tp", 1.5), inside)) for i in range(4)]
+    behind = evidence(*ranks[:3], rank(3, calls=(left,)), hung=(0, 1, 2, 3), hang="nobody knows")
+    found = judge(behind)
+    assert (found.rank, found.kind) == (3, HANG)
+    assert "rank 3 has not called all_reduce #12 of group default" in found.sentence
+    assert found.waiting == (
+        "ranks 0-2 ran: iteration 17 ended, 34 marks, phase training, "
+        "in all_reduce #12 of group default",
+    )
+    other = rank(3, calls=(call("barrier", 12),))
+    found = judge(evidence(*ranks[:3], other, hung=(0, 1, 2, 3), hang="nobody knows"))
+    assert found.rank == 3
+    assert "rank 3 is in barrier #12, the others in all_reduce" in found.sentence
+
+
+def test_calls_that_tell_nobody_apart_name_nobody() -> None:
+    hang = {"hung": (0, 1, 2), "hang": "nobody knows"}
+    inside = (call("all_reduce", 12),)
+    for third in (inside, (), (call("all_reduce", 3, "pp", left=1.0),)):
+        ranks = rank(0, calls=inside), rank(1, calls=inside), rank(2, calls=third)
+        found = judge(evidence(*ranks, **hang))
+        assert (found.rank, found.sentence) == (-1, "nobody knows")
+    two = rank(0, calls=inside), rank(1, calls=(call("barrier", 12),))
+    assert judge(evidence(*two, hung=(0, 1), hang="nobody knows")).rank == -1
+    halves = [rank(i, calls=(call("all_reduce", 12 - i // 2),)) for i in range(4)]
+    assert judge(evidence(*halves, hung=(0, 1, 2, 3), hang="nobody knows")).rank == -1
 
 
 def places(count: int) -> st.SearchStrategy[list[int]]:
