@@ -33,15 +33,21 @@ class _CgroupFiles(NamedTuple):
     usage: str
     # Page cache that the kernel drops before it kills; arenas are never part of these two.
     reclaimable: tuple[str, ...]
+    # Has a line "oom_kill N": processes of this cgroup that the OOM killer has ended.
+    events: str
 
 
 _V2 = _CgroupFiles(
-    ("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")
+    ("memory.max", "memory.high"),
+    "memory.current",
+    ("inactive_file", "active_file"),
+    "memory.events",
 )
 _V1 = _CgroupFiles(
     ("memory.limit_in_bytes",),
     "memory.usage_in_bytes",
     ("total_inactive_file", "total_active_file"),
+    "memory.oom_control",
 )
 
 
@@ -117,6 +123,18 @@ def memory_readings(
     for folder, files in cgroup_folders(cgroup_root, membership):
         readings.extend(_cgroup_readings(folder, files))
     return readings
+
+
+def oom_counter(pid: int) -> Path | None:
+    """File that counts the OOM kills in a process's memory cgroup; None if there is none."""
+    folders = cgroup_folders(CGROUP_ROOT, _text(PROC / str(pid) / "cgroup") or "")
+    return next((f / files.events for f, files in folders if (f / files.events).exists()), None)
+
+
+def oom_kills(counter: Path) -> int | None:
+    """The number in such a file; None if it cannot be read."""
+    lines = (line.split() for line in _lines(counter))
+    return next((_number(words[1]) for words in lines if words[:1] == ["oom_kill"]), None)
 
 
 def cgroup_folders(root: Path, membership: str) -> Iterator[tuple[Path, _CgroupFiles]]:

@@ -36,6 +36,7 @@ COMMANDS = (
     Command("top", "megatron_ft.cli.top", "show a whole job on one screen, live"),
     Command("ledger", "megatron_ft.cli.ledger", "show where the time of a job went"),
     Command("report", "megatron_ft.cli.report.command", "write an HTML page about a job"),
+    Command("autopsy", "megatron_ft.cli.autopsy", "show who stopped first in a failure, and why"),
     Command("pause", "megatron_ft.cli.pause", "stop taking snapshots until resume"),
     Command("resume", "megatron_ft.cli.pause", "take snapshots again"),
     Command("drain", "megatron_ft.cli.drain", "write a snapshot from memory to disk now"),

@@ -56,7 +56,7 @@ _NO_REASON = ("srun: error: ", "srun: launch/slurm: ")
 def last_lines(path: Path, count: int = 15) -> str:
     """The last ``count`` lines, of at most 64 KiB; a note if the log cannot be read."""
     try:
-        return "\n".join(_tail(path)[-count:])
+        return "\n".join(tail(path)[-count:])
     except OSError as error:
         return f"(no log at {path}: {error.strerror})"
 
@@ -75,7 +75,7 @@ def last_word(path: Path, since: int = 0) -> str:
     With ``since`` only what follows that byte counts: earlier processes wrote the rest.
     """
     try:
-        lines = _tail(path, since)
+        lines = tail(path, since)
     except OSError:
         return last_lines(path)
     if since and not lines:
@@ -84,7 +84,8 @@ def last_word(path: Path, since: int = 0) -> str:
     return (own or lines or [""])[-1]
 
 
-def _tail(path: Path, since: int = 0) -> list[str]:
+def tail(path: Path, since: int = 0) -> list[str]:
+    """The last lines behind byte ``since``, of at most 64 KiB; OSError."""
     with path.open("rb") as file:
         file.seek(max(since, path.stat().st_size - _TAIL_BYTES))
         return file.read(_TAIL_BYTES).decode(errors="replace").splitlines()

@@ -48,6 +48,8 @@ class Launcher(ABC):
     """
 
     world_kind: type[WorldProcess] = WorldProcess
+    knows_losses = False
+    """Whether ``reachable`` knows of each loss at once: a silent node that is there lives."""
 
     def __init__(self, job: str, root: Path, mpi: MpiLauncher | None = None) -> None:
         """``mpi`` is what starts worlds, found when first needed if None."""

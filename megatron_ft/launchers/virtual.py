@@ -37,6 +37,7 @@ class VirtualCluster(Launcher):
     """
 
     process_kind: type[LocalProcess] = LocalProcess
+    knows_losses = True
 
     def __init__(
         self,

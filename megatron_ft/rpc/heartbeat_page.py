@@ -3,7 +3,8 @@
 Storing a heartbeat costs the training thread about a microsecond: no system call, no message, no
 lock.  The layout is little-endian: a sequence number, the fields of ``Pulse`` in their
 order, the sequence number again (a reader that meets a store half done sees two different
-ones), and the time of the last beat, which another thread stores.
+ones), and the time of the last beat, which another thread stores.  Behind these is a ring of
+records of 96 bytes, one for each of the last calls of collectives (``Call``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ from megatron_ft.core import private_files
 _FIELDS = struct.Struct("<Q?qqqqqddddQ")
 _BEAT = struct.Struct("<d")
 FILE_BYTES = _FIELDS.size + _BEAT.size
+CALL = struct.Struct("<QQqqdd24s24s")
+CALL_LEFT = struct.Struct("<d")
+CALL_LEFT_AT = 40
+CALLS = 128
+"""Records in the ring."""
 _ATTEMPTS = 3
 
 DUMP_SIGNAL = signal.SIGRTMIN + 9
@@ -63,16 +69,48 @@ class Pulse(msgspec.Struct, array_like=True):
     beat: float = 0.0
 
 
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """One call of a collective: ``number`` of all in this process, ``sequence`` of its group.
+
+    The sequence is 0 for what only two ranks take part in.  ``size`` is in bytes, -1 if unknown;
+    ``iteration`` had ended before it; ``entered`` and ``left`` are times of the node's monotonic
+    clock, ``left`` 0 as long as the call has not returned.
+    """
+
+    number: int
+    sequence: int
+    size: int
+    iteration: int
+    entered: float
+    left: float
+    name: str
+    group: str
+
+    def __str__(self) -> str:
+        """The call in a form for people."""
+        number = f" #{self.sequence}" if self.sequence else ""
+        return f"{self.name}{number} of group {self.group}"
+
+
+GONE = "X"
+"""The kernel's letter for a process that has ended (proc(5))."""
+
+
 class PulseReport(Pulse):
     """One trainer's heartbeats as its node sees them; what is added is in seconds.
 
     ``idle`` is how long it has passed no mark, ``quiet`` how long its watching thread has not
-    run, ``state`` the kernel's letter for its process (proc(5)).
+    run, ``state`` the kernel's letter for its process (proc(5)).  ``oom_kills`` is how often the
+    kernel's OOM killer has struck in its memory cgroup since it was first seen there, -1 if that
+    cannot be read.  Of one that has ended (GONE) all is as of its end.  ``calls`` are its last
+    calls of collectives, the newest last, where it has ended or passes no mark.
     """
 
     idle: float = 0.0
     quiet: float = 0.0
     state: str = ""
+    oom_kills: int = -1
+    calls: tuple[Call, ...] = ()
 
 
 _STORED = attrgetter(*(name for name in Pulse.__struct_fields__ if name != "beat"))
@@ -89,7 +127,10 @@ def stacks_path(folder: Path, pid: int) -> Path:
 
 
 class PulseFile:
-    """The trainer's side.  ``store`` belongs to the training thread, ``beat`` to another one."""
+    """The trainer's side.  ``store`` belongs to the training thread, ``beat`` to another one.
+
+    The ring of calls in ``memory`` is written by trainer/calls.py; ``iteration`` was stored last.
+    """
 
     def __init__(self, path: Path) -> None:
         """Make the file; OSError or UntrustedFileError."""
@@ -97,24 +138,27 @@ class PulseFile:
         descriptor = private_files.open_file(path, flags)
         try:
             # Not a hole, which would be a SIGBUS on a full tmpfs.
-            os.posix_fallocate(descriptor, 0, FILE_BYTES)
-            self._map = mmap.mmap(descriptor, FILE_BYTES)
+            size = FILE_BYTES + CALLS * CALL.size
+            os.posix_fallocate(descriptor, 0, size)
+            self.memory = mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
         self._sequence = 0
+        self.iteration = -1
 
     def store(self, pulse: Pulse) -> None:
         """Replace everything but the beat."""
         self._sequence += 1
-        _FIELDS.pack_into(self._map, 0, self._sequence, *_STORED(pulse), self._sequence)
+        self.iteration = pulse.iteration
+        _FIELDS.pack_into(self.memory, 0, self._sequence, *_STORED(pulse), self._sequence)
 
     def beat(self, now: float) -> None:
         """Record that this process runs, and that its interpreter lets threads run."""
-        _BEAT.pack_into(self._map, _FIELDS.size, now)
+        _BEAT.pack_into(self.memory, _FIELDS.size, now)
 
     def close(self) -> None:
         """Unmap it; the file stays until the SMP has seen the process end."""
-        self._map.close()
+        self.memory.close()
 
 
 def read_pulse(path: Path) -> Pulse | None:
@@ -134,3 +178,24 @@ def read_pulse(path: Path) -> Pulse | None:
         return None
     finally:
         os.close(descriptor)
+
+
+def read_calls(path: Path, most: int) -> tuple[Call, ...]:
+    """The newest calls of collectives in the page, the newest last; none if there is no page.
+
+    One whose record is just being written is left out or half as it was.
+    """
+    try:
+        descriptor = private_files.open_file(path)
+    except OSError:
+        return ()
+    try:
+        raw = os.pread(descriptor, CALLS * CALL.size, FILE_BYTES)
+    finally:
+        os.close(descriptor)
+    raw = raw[: len(raw) // CALL.size * CALL.size]
+    found = sorted(record for record in CALL.iter_unpack(raw) if record[0])[-most:]
+    return tuple(
+        Call(*numbers, *(word.rstrip(b"\0").decode(errors="replace") for word in (name, group)))
+        for *numbers, name, group in found
+    )

@@ -204,6 +204,7 @@ class ControlServer:
         for reader in list(service.readers.pids):
             service.readers.forget(reader)
         service.store.forget_progress()
+        service.heartbeats.begin_incarnation()
         service.admitted.set()
         service.admitted = asyncio.Event()
         reach("smp.admitted")

@@ -13,14 +13,17 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_ft.arena.limits import oom_counter, oom_kills
 from megatron_ft.core import private_files, procfs
 from megatron_ft.core.errors import UntrustedFileError
 from megatron_ft.rpc.heartbeat_page import (
     DUMP_SIGNAL,
+    GONE,
     Pulse,
     PulseReport,
     TrainerPhase,
     pulse_path,
+    read_calls,
     read_pulse,
     stacks_path,
 )
@@ -30,6 +33,9 @@ log = logging.getLogger(__name__)
 
 MOST_STACK_BYTES = 64 << 10
 """Longest stacks of one rank; 100 frames in 100 threads would be some ten times as long."""
+
+QUIET_SECONDS, MOST_CALLS = 1.0, 16
+"""Calls of collectives are reported of ranks that have passed no mark for so long, the last few."""
 
 _SETTLED_SECONDS = 0.2
 _POLL_SECONDS = 0.05
@@ -43,15 +49,24 @@ class NodeHeartbeats:
 
     def __init__(self, folder: Path, writers: Writers) -> None:
         self._folder, self._writers = folder, writers
+        self._last: dict[str, PulseReport] = {}
+        self._counters: dict[int, tuple[Path, int | None]] = {}
 
     def reports(self) -> dict[str, PulseReport]:
-        """Shard id to its trainer's heartbeats, for trainers that have a page of them."""
-        found = {}
+        """Shard id to its trainer's heartbeats, for trainers that have a page of them.
+
+        Those that have ended since ``begin_incarnation`` are among them.
+        """
+        found = dict(self._last)
         for writer in self._trainers():
             pulse = self._read(writer)
             if pulse is not None:
-                found[writer.who] = _report(pulse, writer.pid, time.monotonic())
+                found[writer.who] = self._report(pulse, writer.pid)
         return found
+
+    def begin_incarnation(self) -> None:
+        """Forget the trainers that have ended."""
+        self._last.clear()
 
     async def stacks(self) -> dict[str, str]:
         """Shard id to the stacks of its threads; empty text where none came."""
@@ -67,6 +82,10 @@ class NodeHeartbeats:
     def ended(self, writer: WriterProcess) -> None:
         """Remove the files of a trainer that is gone; log where one was that was killed."""
         pulse = self._read(writer)
+        if pulse is not None:
+            self._last[writer.who] = self._report(pulse, writer.pid)
+            self._last[writer.who].state = GONE
+        self._counters.pop(writer.pid, None)
         if pulse is not None and pulse.phase != TrainerPhase.ENDED:
             log.warning(
                 "rank %d (%s, pid %d) ended after iteration %d, %.1f s after its last mark, in "
@@ -85,6 +104,28 @@ class NodeHeartbeats:
             return read_pulse(pulse_path(self._folder, writer.pid))
         except UntrustedFileError:
             return None
+
+    def _report(self, pulse: Pulse, pid: int) -> PulseReport:
+        now, stat = time.monotonic(), procfs.read_stat(pid)
+        stuck = now - pulse.marked > QUIET_SECONDS or stat is None or not stat.has_program
+        return PulseReport(
+            **msgspec.structs.asdict(pulse),
+            idle=max(0.0, now - pulse.marked) if pulse.marked else 0.0,
+            quiet=max(0.0, now - pulse.beat) if pulse.beat else 0.0,
+            state=stat.state if stat else GONE,
+            oom_kills=self._oom_kills(pid, stat),
+            calls=read_calls(pulse_path(self._folder, pid), MOST_CALLS) if stuck else (),
+        )
+
+    def _oom_kills(self, pid: int, stat: procfs.ProcessStat | None) -> int:
+        """Kills in the trainer's cgroup since it was first seen in this one."""
+        known = self._counters.get(pid)
+        # A process that ends is in the root's, or in none.
+        counter = oom_counter(pid) if stat is not None and stat.has_program else None
+        if counter is not None and (known is None or known[0] != counter):
+            known = self._counters[pid] = counter, oom_kills(counter)
+        count = oom_kills(known[0]) if known is not None else None
+        return -1 if known is None or count is None or known[1] is None else count - known[1]
 
     def _dumps(self, writer: WriterProcess) -> bool:
         """True if the trainer catches the signal, which would end it otherwise."""
@@ -121,13 +162,3 @@ class NodeHeartbeats:
 def _catches(pid: int, number: int) -> bool:
     """True if the process has a handler for a signal (proc(5), SigCgt)."""
     return bool(int(procfs.read_status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)
-
-
-def _report(pulse: Pulse, pid: int, now: float) -> PulseReport:
-    stat = procfs.read_stat(pid)
-    return PulseReport(
-        **msgspec.structs.asdict(pulse),
-        idle=max(0.0, now - pulse.marked) if pulse.marked else 0.0,
-        quiet=max(0.0, now - pulse.beat) if pulse.beat else 0.0,
-        state=stat.state if stat else "X",
-    )

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import zmq
@@ -245,9 +245,10 @@ class Connections(ABC):
             self.disconnect(node)
         self._context.term()
 
-    async def refresh(self) -> None:
-        """One round of heartbeats to all nodes at once; updates progress."""
-        await asyncio.gather(*(self._beat(link) for link in list(self.links.values())))
+    async def refresh(self, but: Collection[str] = ()) -> None:
+        """One round of heartbeats to all nodes but these at once; updates progress."""
+        links = [link for link in self.links.values() if link.node not in but]
+        await asyncio.gather(*(self._beat(link) for link in links))
 
     async def _heartbeat(self, link: SmpLink) -> None:
         """Renew one node's lease as long as its link is in use.

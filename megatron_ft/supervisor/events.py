@@ -47,6 +47,7 @@ KINDS: Mapping[str, str] = {
     "interrupted": "an incarnation was interrupted by an error of its control plane",
     "coordinator_failed": "an error of the coordinator's own ended an incarnation",
     "incarnation_ended": "an incarnation has ended, by a failure or on request",
+    "autopsy": "it was judged who stopped first in a failure, and why",
     "backoff": "the next start waits, after repeated failures",
     "damaged": "memory of a node is damaged and counts as lost",
     "corrupt": "bytes differ from their digests and count as lost",

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ft.rpc.heartbeat_page import PulseReport, TrainerPhase
+from megatron_ft.rpc.heartbeat_page import GONE, PulseReport, TrainerPhase
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,17 @@ class Heartbeats:
             for node, heard in nodes.items()
         }
 
+    def all(self) -> list[RankReport]:
+        """The newest reports, by rank; those of ranks that have ended are as of their end."""
+        return sorted(list(self._heard.values()), key=lambda heard: heard.report.rank)
+
     def fresh(self, ranks: int, age: float) -> list[RankReport]:
         """Reports of all ranks, by rank, if none is older than ``age`` s; else an empty list.
 
         The silence of a node, or a supervisor that was suspended, is no sign of missing progress.
         """
         since = time.monotonic() - age
-        heard = sorted(self._heard.values(), key=lambda heard: heard.report.rank)
+        heard = [one for one in self.all() if one.report.state != GONE]
         whole = len(heard) == ranks and all(one.at >= since for one in heard)
         return heard if whole else []
 

@@ -36,6 +36,9 @@ SUPERVISING, ENDED, CAUGHT_UP = "supervising", "incarnation_ended", "caught_up"
 """Kinds of events that only the ledger needs: a supervisor has begun, an incarnation has ended,
 and the iteration was reached at which the one before had ended."""
 
+AUTOPSY = "autopsy"
+"""Kind of the event that names who stopped first in the incarnation that has ended."""
+
 _BEGINS = {
     SUPERVISING: START,
     ENDED: DECIDE,
@@ -237,6 +240,9 @@ class _Writer:
             self._trained = len(self.ledger.spans) - 1
             if not event.get("asked"):
                 incidents.append(_incident(at, event))
+        elif kind == AUTOPSY and incidents and event.get("rank", -1) >= 0:
+            incidents[-1].kind = event.get("verdict", "")
+            incidents[-1].node, incidents[-1].text = event.get("node", ""), event["text"]
         elif kind == "node_lost" and incidents and not incidents[-1].down:
             # Its processes end one after the other; any of them may be the first to be missed.
             incidents[-1].kind, incidents[-1].node = NODE, event.get("node", "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 import uuid
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from megatron_ft.core import private_files
 from megatron_ft.core.environment import INCARNATION, TREE
 from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
 from megatron_ft.core.fault_points import reach
-from megatron_ft.core.process_tools import free_port, last_word
+from megatron_ft.core.process_tools import free_port, last_word, log_size
 from megatron_ft.core.startup import before_script
 from megatron_ft.launchers import container
 from megatron_ft.launchers.launcher import (
@@ -251,13 +252,17 @@ class TrainerExit:
 class TrainerFleet:
     """All trainer ranks of one incarnation of the job.
 
-    ``restartable`` are the ranks that have announced that they can restart in process.
+    ``restartable`` are the ranks that have announced that they can restart in process, ``exits``
+    those that have ended by themselves, in the order in which that was seen, with exit status
+    and monotonic time.  ``log_starts`` gives where this incarnation begins in the logs.
     """
 
     def __init__(self, launcher: Launcher, spec: JobSpec) -> None:
         self._launcher, self._spec = launcher, spec
         self._handles: list[ProcessHandle] = []
         self.restartable = set[int]()
+        self.exits: dict[int, tuple[int, float]] = {}
+        self.log_starts: dict[Path, int] = {}
         self.why_cold = "--warm-start is off"
         if spec.warm_start:
             self.why_cold = why_cold(spec.command, spec.trainer_per_node)
@@ -286,7 +291,7 @@ class TrainerFleet:
         given = {**base_environment(), **spec.trainer_environment, **extra}
         base = before_script({**given, INCARNATION: str(incarnation)})
         master = self._launcher.address(active[0])
-        before, self._handles = self._handles, []
+        before, self._handles, self.exits = self._handles, [], {}
         self.restartable &= set(kept)
         again: dict[str, dict[int, dict[str, str]]] = {}
         if not self.why_cold:
@@ -308,12 +313,13 @@ class TrainerFleet:
                     place.of_torchrun(base) if spec.trainer_per_node else place.of_rank(base)
                 )
                 rank = index * spec.ranks_per_node + local
+                log = self.log_of(rank)
+                self.log_starts[log] = log_size(log)
                 if rank in kept:
                     changed = {name: environment[name] for name in (*_CHANGING, *extra)}
                     again.setdefault(node, {})[rank] = changed
                     self._handles.append(before[rank])
                     continue
-                log = self.log_of(rank)
                 command, mark = container.pass_environment(spec.command, environment)
                 if mark:
                     environment[TREE] = mark
@@ -352,14 +358,26 @@ class TrainerFleet:
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for wait in done:
-                    if status := wait.result():
-                        index = waits[wait]
+                    index, status = waits[wait], wait.result()
+                    self.exits[index * self._ranks_each] = status, time.monotonic()
+                    if status:
                         node = self._handles[index].node
                         return TrainerExit(False, index * self._ranks_each, node, status)
         finally:
             for wait in pending:
                 wait.cancel()
         return TrainerExit(finished=True)
+
+    async def note_exits(self) -> None:
+        """Complete ``exits``; called before ``kill_all``, which is not told apart."""
+        for index, handle in enumerate(self._handles):
+            rank = index * self._ranks_each
+            if rank not in self.exits and not handle.alive():
+                self.exits[rank] = await handle.wait(), time.monotonic()
+
+    def nodes_by_rank(self) -> dict[int, str]:
+        """The node of each rank that has a process of its own, or is the first of one."""
+        return {i * self._ranks_each: handle.node for i, handle in enumerate(self._handles)}
 
     def end_hosts(self) -> None:
         """No trainer will be started any more."""

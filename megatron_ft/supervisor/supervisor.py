@@ -42,6 +42,7 @@ from megatron_ft.supervisor.emergency_drain import EmergencyDrain
 from megatron_ft.supervisor.encoder_world import EncoderWorld, WorldKeeper
 from megatron_ft.supervisor.evacuation import Evacuations
 from megatron_ft.supervisor.events import JobEvent, Observers
+from megatron_ft.supervisor.evidence import FOLDER, EvidenceKeeper
 from megatron_ft.supervisor.failures import NODE_LOST, Failure
 from megatron_ft.supervisor.incarnation import Incarnation
 from megatron_ft.supervisor.job_state import STATUS, JobState
@@ -125,6 +126,9 @@ class Supervisor:
             partial(nodes_without, spec, state, self.members),
         )
         self._watch = JobWatch(self.coordinator, spec.settings, spec.log_dir)
+        self._evidence = EvidenceKeeper(
+            state.folder / FOLDER, str(state.record.job), launcher, self.coordinator, self.trainers
+        )
         self.observers.add(self._note_commit)
         self._reached, self._budget = -1, spec.budget
         self._ended = 0.0
@@ -260,7 +264,14 @@ class Supervisor:
             watch=self._watch,
             evacuations=self.evacuations,
         )
-        return await incarnation.run()
+        try:
+            failure = await incarnation.run()
+        except MegatronFTError:
+            await self._evidence.observe()
+            raise
+        if failure is not None and not failure.asked:
+            await self._evidence.observe()
+        return failure
 
     async def _hold_for_hosts(self, missing: int) -> bool:
         """Wait for ``missing`` hosts; whether all have come.  SMPs and memory stay meanwhile.
@@ -298,6 +309,7 @@ class Supervisor:
         self._watch.clock.dead(failure.text)
         if failure.asked:
             return
+        await self._evidence.keep(failure)
         self._pacing.failed()
         if failure.training and (quiet := await self.coordinator.quiet_nodes()):
             failure = Failure(failure.text, NODE_LOST, quiet[0])

@@ -22,6 +22,7 @@ from megatron_ft.config import SnapshotConfig
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.heartbeat_page import TrainerPhase
 from megatron_ft.smp.heartbeats import STACK_SECONDS
+from megatron_ft.supervisor.autopsy import LIBRARY
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.heartbeats import RankReport, RecoveryClock
 from megatron_ft.supervisor.ledger import CAUGHT_UP
@@ -232,9 +233,6 @@ def _write(folder: Path, heard: Sequence[RankReport], stacks: dict[str, str]) ->
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
-_LIBRARY = re.compile(r"/torch/|/megatron_ft/|<frozen |/lib/python3[^/]*/(?!(site|dist)-packages/)")
-"""PyTorch, Python's own library, and us: a place in them shows less than its caller."""
-
 _COLLECTIVE_FILES = (
     "/torch/distributed/",
     "/torch/nn/parallel/distributed.py",
@@ -282,7 +280,7 @@ def waits_for_others(frames: Sequence[Frame]) -> bool | None:
 
 def of_training(frames: Sequence[Frame]) -> list[Frame]:
     """The frames that are no library's; all if there is no other."""
-    return [frame for frame in frames if not _LIBRARY.search(frame.file)] or list(frames)
+    return [frame for frame in frames if not LIBRARY.search(frame.file)] or list(frames)
 
 
 SUSPENDED = frozenset("Tt")

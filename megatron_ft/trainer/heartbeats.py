@@ -99,7 +99,7 @@ class TrainerWatch:
         self, file: PulseFile | None, rank: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Without a file nothing is stored."""
-        self._file, self._clock = file, clock
+        self.file, self._clock = file, clock
         self._pulse = Pulse(rank=rank)
         self._iterations = Iterations()
         self._ended = threading.Event()
@@ -161,7 +161,7 @@ class TrainerWatch:
         self._ended.set()
         self._pulse.phase = TrainerPhase.ENDED
         self._store()
-        self._file = None
+        self.file = None
         if self._dumps >= 0:
             faulthandler.unregister(DUMP_SIGNAL)
             # A signal that is sent late must not end this process.
@@ -182,11 +182,11 @@ class TrainerWatch:
         self._store()
 
     def _store(self) -> None:
-        if self._file is not None:
-            self._file.store(self._pulse)
+        if self.file is not None:
+            self.file.store(self._pulse)
 
     def _beat(self) -> None:
-        file = self._file
+        file = self.file
         while file is not None and not self._ended.is_set():
             file.beat(time.monotonic())
             self._ended.wait(BEAT_SECONDS)

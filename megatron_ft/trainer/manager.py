@@ -25,6 +25,7 @@ from megatron_ft.core.identity import shard_id as make_shard_id
 from megatron_ft.core.shard import ShardLayout
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.client import ReshapeOffer, RestoreOffer, TrainerClient
+from megatron_ft.trainer.calls import RECORDER
 from megatron_ft.trainer.capture import Capture
 from megatron_ft.trainer.copier import Copier
 from megatron_ft.trainer.engine import choose_copier, required_bytes
@@ -160,6 +161,7 @@ class SnapshotManager:
         self.shard_id = shard_id or make_shard_id(dp=self.rank)
         self.stats = CaptureStats()
         self.watch = TrainerWatch(None, self.rank) if client else watch(self.rank)
+        RECORDER.begin(self.watch.file)
         self._client = client or connect(self.rank)
         self._copier, self._rank_rule = copier, rank_rule
         self._adapt = StateAdapter(replicated)
@@ -325,6 +327,7 @@ class SnapshotManager:
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
+        RECORDER.begin(None)
         self.watch.close()
         try:
             self._capture.close(at_once=at_once)

@@ -9,9 +9,13 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_ft import run_resilient
@@ -33,6 +37,15 @@ def enter_alone() -> None:
     dist.barrier()
 
 
+def skip_one() -> None:
+    """The others call a collective that this rank does not."""
+    time.sleep(3600)
+
+
+def call_another() -> None:
+    dist.all_reduce(torch.zeros(1))
+
+
 def be_suspended() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
     while True:  # not another function: who asks for its stack wakes it
@@ -43,17 +56,46 @@ def fail() -> None:
     raise ValueError("this rank alone cannot continue")
 
 
+def leave() -> None:
+    sys.exit(3)
+
+
+def leave_quietly() -> None:
+    sys.exit(0)
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exhaust_memory() -> None:
+    """In a memory cgroup of its own, whose folder a variable names, so that nobody else is hit."""
+    folder = Path(os.environ["MEGATRON_FT_TEST_CGROUP"])
+    (folder / "cgroup.procs").write_text(str(os.getpid()))
+    time.sleep(1.5)  # the node looks at each heartbeat
+    held = []
+    while True:
+        held.append(bytearray(os.urandom(1 << 20)))
+
+
 KINDS: dict[str, Callable[[], None]] = {
     "loop": loop_for_ever,
     "c": block_in_c,
     "collective": enter_alone,
     "suspended": be_suspended,
+    "skips": skip_one,
+    "another": call_another,
     "error": fail,
+    "leave": leave,
+    "leave_quietly": leave_quietly,
+    "killed": be_killed,
+    "memory": exhaust_memory,
 }
 
 
 def hanging(train_one: Any, faults: list[list[str]]) -> Any:
     """The example's training step with the faults."""
+    apart = {int(at) for _, kind, at, _ in faults if kind in ("skips", "another")}
     here = (os.environ["MEGATRON_FT_INCARNATION"], "*", os.environ["RANK"])
     mine = {
         int(at): KINDS[kind]
@@ -64,6 +106,8 @@ def hanging(train_one: Any, faults: list[list[str]]) -> Any:
     def step(state: dict[str, Any], iteration: int, device: Any) -> float:
         if iteration in mine:
             mine[iteration]()
+        elif iteration in apart:
+            dist.barrier()
         return float(train_one(state, iteration, device))
 
     return step

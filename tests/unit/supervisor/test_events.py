@@ -18,7 +18,7 @@ from tests.support.jobs import ROOT
 
 EMITTERS = ("emit", "_emit")
 MADE_OF_VARIABLES = {
-    *("supervising", "caught_up", "incarnation_ended", "stopped", "paused", "resumed"),
+    *("supervising", "caught_up", "incarnation_ended", "autopsy", "stopped", "paused", "resumed"),
     *("evacuating", "evacuated", "not_evacuated", "undone", "grown"),
 }
 

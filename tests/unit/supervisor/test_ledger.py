@@ -49,6 +49,17 @@ def again(at: float, restored: int = 18, incarnation: int = 2) -> list[Event]:
     ]
 
 
+def test_an_autopsy_names_the_incident() -> None:
+    verdict = {"rank": 2, "node": "n2", "verdict": "out of memory"}
+    events = [*begun(), ended(20), event(20.1, "autopsy", **verdict), *again(20)]
+    (one,) = ledger(events).incidents
+    assert (one.kind, one.node) == ("out of memory", "n2")
+    unknown = {"rank": -1, "node": "", "verdict": "unknown"}
+    events = [*begun(), ended(20), event(20.1, "autopsy", **unknown), *again(20)]
+    (one,) = ledger(events).incidents
+    assert (one.kind, one.node) == ("signal", "n1")
+
+
 def spent(found: Ledger) -> dict[str, float]:
     return {name: seconds for name, seconds in found.seconds().items() if seconds}
 
