@@ -38,6 +38,7 @@ from megatron_ft.supervisor.encoder_world import EncoderWorld, WorldKeeper
 from megatron_ft.supervisor.evacuation import Evacuations
 from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.failures import NODE_LOST, Failure
+from megatron_ft.supervisor.health import Health
 from megatron_ft.supervisor.incarnation import Incarnation
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.ledger import ENDED, SUPERVISING
@@ -94,8 +95,16 @@ class Supervisor:
         self._quarantine = QuarantinePolicy(
             state, self.coordinator, spec.settings.quarantine_iterations, spec.checkpoint_dir
         )
+        self.health = Health(spec, launcher, state, self.coordinator, self.members)
         self._recovery = Recovery(
-            spec, state, self.coordinator, self.members, self.world, self._disk, self._quarantine
+            spec,
+            state,
+            self.coordinator,
+            self.members,
+            self.world,
+            self._disk,
+            self._quarantine,
+            self.health,
         )
         self._emergency = EmergencyDrain(
             spec, state, self.coordinator, self.members, self.drains, self._recovery
@@ -283,6 +292,7 @@ class Supervisor:
         iteration = -1 if committed is None else committed[1]
         saved = await self._quarantine.newest_saved()
         self._budget = self._budget.after(failure, iteration, saved=saved)
+        self.health.failed(failure)
         if self._budget.delay_seconds:
             delay = self._budget.delay_seconds
             text = f"waiting {delay:g} s before the next start"
