@@ -153,8 +153,8 @@ class Health:
         votes: Mapping[str, Vote],
         admitted: Inventories,
         serves: Callable[[Collection[str]], bool],
-    ) -> None:
-        """Have nodes that shall not train leave, before places are given; emit why.
+    ) -> bool:
+        """Have nodes that shall not train leave, and emit why; True if one of them has ranks.
 
         ``serves`` is for ``why_used``.  ConfigError at the first start when the command runs
         nowhere.
@@ -179,8 +179,10 @@ class Health:
             causes = " and ".join(f.text for f in self._failures)
             text = f"{node} caused two failures in a row: {causes}"
             text = self._conclude(node, text, used[node], last_resort=True)
-            self._failures = () if not used[node] else self._failures
-            self._emit("avoided", text, node)
+            if used[node] != NO_SPARE:
+                self._failures = ()
+                self._emit("avoided", text, node)
+        return not members.leaving.isdisjoint(members.active)
 
     def _conclude(self, node: str, text: str, used: str, *, last_resort: bool = False) -> str:
         """Have the node leave, unless it must be ``used``; the text with what was done."""
@@ -192,11 +194,27 @@ class Health:
                 self._coordinator.ask_evacuation(m.Evacuate(node, number, reason[:256]))
         else:
             text += "; it is not used any more (`megatron-ft evacuate --undo` gives it back)"
-            command = self._launcher.drain_command(node, f"megatron-ft: {reason}")
-            text += f". To drain it: {command}" if command else ""
+            text += self._advice(node, reason)
             members.exclude(node, last_resort=last_resort)
             self._coordinator.moves[node] = {"state": "moved", "text": reason}
         return text
+
+    def _advice(self, node: str, reason: str) -> str:
+        command = self._launcher.drain_command(node, f"megatron-ft: {reason}")
+        return f". To drain it: {command}" if command else ""
+
+    async def why_not_unhealthy(self, node: str) -> str:
+        """Run the command on one node now: "" if it fails, which is emitted, else the reason."""
+        if not self._spec.health_command:
+            return "the job has no --health-command"
+        vote = await self._vote_on(node)
+        if vote.verdict != "unhealthy":
+            return (
+                f"its health is {vote.verdict}: {vote.reason}" if vote.reason else "it is healthy"
+            )
+        text = f"the health command failed on {node}: {vote.reason}"
+        self._emit("unhealthy", text + self._advice(node, text), node)
+        return ""
 
     def _checked(self, votes: dict[str, Vote]) -> dict[str, Vote]:
         """The votes; a command that can be run nowhere says nothing about nodes."""

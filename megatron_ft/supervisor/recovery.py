@@ -33,7 +33,7 @@ from megatron_ft.supervisor.admission import Inventories, LivingRanks
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.disk_restore import DiskRestores, DiskSource, lineage_before
 from megatron_ft.supervisor.encoder_world import WorldKeeper
-from megatron_ft.supervisor.health import Health
+from megatron_ft.supervisor.health import Health, Vote
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.orders import (
@@ -148,19 +148,33 @@ class Recovery:
         run.  After RebuildError, LoadError, NoRoomError or ControlPlaneError another attempt
         may succeed.
         """
-        # Beside the fencing: together they take as long as the longer one.
         vote = asyncio.create_task(self._health.vote())
         try:
-            admitted = await self._members.admit_all(survivors)
-            self._quarantine.admitted()
-            self._health.settle(await vote, admitted, partial(self._serves_without, admitted))
+            plan = await self._recover(reached, survivors, vote)
         finally:
             vote.cancel()
-        self._members.replace_lost(admitted)
-        plan = await self._choose(admitted, reached)
-        await self.carry_out(plan, admitted)
         await self._quarantine.begin(plan.decision, plan.lineage, self._members.ranks)
         return plan
+
+    async def _recover(
+        self, reached: int, survivors: LivingRanks, vote: asyncio.Task[dict[str, Vote]]
+    ) -> RestorePlan:
+        """Recover beside the vote on nodes, again if it goes against one that got ranks."""
+        voted = False
+        while True:
+            admitted = await self._members.admit_all(survivors)
+            self._quarantine.admitted()
+            serves = partial(self._serves_without, admitted)
+            if not voted and (vote.done() or not self._state.record.shards):
+                self._health.settle(await vote, admitted, serves)
+                voted = True
+            self._members.replace_lost(admitted)
+            plan = await self._choose(admitted, reached)
+            await self.carry_out(plan, admitted)
+            # Before trainers start: commands may need the GPUs for themselves.
+            if voted or not self._health.settle(await vote, admitted, serves):
+                return plan
+            voted = True
 
     def _serves_without(self, admitted: Inventories, nodes: Collection[str]) -> bool:
         """True if memory serves the same snapshot without what these nodes hold."""

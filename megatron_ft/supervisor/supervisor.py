@@ -121,6 +121,7 @@ class Supervisor:
             self.coordinator,
             self.members,
             self.world,
+            self.health,
             redundant,
             partial(more_nodes, spec, state, self.members),
             partial(nodes_without, spec, state, self.members),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.cli.main import main
 from megatron_ft.core.environment import NODE
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.supervisor.health import Vote
@@ -42,10 +43,34 @@ def test_a_spare_takes_the_place_of_a_node_that_becomes_unhealthy(
     job.run((6, fall_ill))
     assert not difference(job.result(), uninterrupted(2, 40)), job.story()
     assert job.supervisor.members.active == ["n0", "n2"], job.story()
-    assert job.restores()[0][1] == "parity", job.story()
+    assert job.restores()[-1][1] == "parity", job.story()
     (event,) = of_kind(job, "unhealthy")
     assert event.fields["node"] == "n1" and "ended with 3: ECC errors" in event.text
     assert not of_kind(job, "node_lost")
+
+
+def test_ranks_leave_a_node_on_request_if_the_command_fails_there(
+    made: list[Job], tmp_path: Path, uninterrupted: Uninterrupted
+) -> None:
+    sick = tmp_path / "sick"
+    command = f"if {ON_N1} && test -e {sick}; then echo ECC errors; exit 3; fi"
+    job = Job(
+        tmp_path, nodes=2, spares=1, health_command=command, iterations=160, iteration_seconds=0.08
+    )
+    made.append(job)
+
+    def ask_twice(job: Job) -> None:
+        words = ["evacuate", "n1", "--if-unhealthy", "--job", job.name]
+        words += ["--arena-dir", str(job.cluster.root), "--wait-seconds", "60"]
+        assert main(words) == 1, job.story()
+        assert "n1 is not evacuated: it is healthy" in of_kind(job, "not_evacuated")[0].text
+        sick.touch()
+        assert main(words) == 0, job.story()
+
+    job.run((6, ask_twice))
+    assert not difference(job.result(), uninterrupted(2, 160)), job.story()
+    assert job.supervisor.members.active == ["n0", "n2"], job.story()
+    assert "ECC errors" in of_kind(job, "unhealthy")[0].text
 
 
 def test_without_a_spare_an_unhealthy_node_is_used(
