@@ -209,9 +209,7 @@ class Health:
             return "the job has no --health-command"
         vote = await self._vote_on(node)
         if vote.verdict != "unhealthy":
-            return (
-                f"its health is {vote.verdict}: {vote.reason}" if vote.reason else "it is healthy"
-            )
+            return f"its health command says {vote.verdict} {vote.reason}".rstrip()
         text = f"the health command failed on {node}: {vote.reason}"
         self._emit("unhealthy", text + self._advice(node, text), node)
         return ""

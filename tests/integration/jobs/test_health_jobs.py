@@ -63,7 +63,7 @@ def test_ranks_leave_a_node_on_request_if_the_command_fails_there(
         words = ["evacuate", "n1", "--if-unhealthy", "--job", job.name]
         words += ["--arena-dir", str(job.cluster.root), "--wait-seconds", "60"]
         assert main(words) == 1, job.story()
-        assert "n1 is not evacuated: it is healthy" in of_kind(job, "not_evacuated")[0].text
+        assert "evacuated: its health command says healthy" in of_kind(job, "not_evacuated")[0].text
         sick.touch()
         assert main(words) == 0, job.story()
 
