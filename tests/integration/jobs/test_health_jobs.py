@@ -49,6 +49,7 @@ def test_a_spare_takes_the_place_of_a_node_that_becomes_unhealthy(
     assert not of_kind(job, "node_lost")
 
 
+@pytest.mark.all_layouts
 def test_ranks_leave_a_node_on_request_if_the_command_fails_there(
     made: list[Job], tmp_path: Path, uninterrupted: Uninterrupted
 ) -> None:
@@ -73,6 +74,7 @@ def test_ranks_leave_a_node_on_request_if_the_command_fails_there(
     assert "ECC errors" in of_kind(job, "unhealthy")[0].text
 
 
+@pytest.mark.all_layouts
 def test_without_a_spare_an_unhealthy_node_is_used(
     made: list[Job], tmp_path: Path, uninterrupted: Uninterrupted
 ) -> None:
