@@ -39,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--undo", action="store_true", help="let a node that was evacuated be a spare again"
     )
     parser.add_argument(
+        "--if-unhealthy",
+        action="store_true",
+        help="run the job's --health-command there now, and move the ranks only if it fails",
+    )
+    parser.add_argument(
         "--wait-seconds",
         type=float,
         default=600.0,
@@ -52,7 +57,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.undo and _noted(arguments):
         print(f"{arguments.node} may train when the job is run again")
         return 0
-    request = m.Evacuate(arguments.node, uuid.uuid4().hex, undo=arguments.undo)
+    reason = m.IF_UNHEALTHY if arguments.if_unhealthy else m.ON_REQUEST
+    request = m.Evacuate(arguments.node, uuid.uuid4().hex, reason, arguments.undo)
     path = _asked(list(sockets(common.root_of(arguments), arguments.job)), request, arguments.job)
     deadline = time.monotonic() + arguments.wait_seconds
     while time.monotonic() < deadline:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import signal
 import time
@@ -127,6 +128,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"kinds of events for --notify-command (default: {','.join(DEFAULT_KINDS)})",
     )
     parser.add_argument(
+        "--health-command",
+        metavar="CMD",
+        type=_health_command,
+        help="a shell command to run on each node before each start: a node where it fails is not "
+        "used while a spare is free",
+    )
+    parser.add_argument(
+        "--health-seconds",
+        type=_seconds,
+        default=30.0,
+        help="then the health command is killed, and says nothing of the node (%(default)g)",
+    )
+    parser.add_argument(
         "--from-scratch",
         action="store_true",
         help="when neither memory nor disk has a state, start again from nothing",
@@ -158,6 +172,19 @@ def _folder(text: str) -> Path:
         return Path(FOLDER.convert(text))
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _health_command(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the health command is empty")
+    return text
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return seconds
 
 
 def _kinds(text: str) -> tuple[str, ...]:
@@ -276,6 +303,8 @@ def spec_from(
         log_dir=arguments.log_dir or state_folder(arguments.job, arguments.state_dir) / "logs",
         domains=read_domains(source, place.launcher.nodes()) if source else {},
         place_seconds=place.seconds_left,
+        health_command=arguments.health_command or "",
+        health_seconds=arguments.health_seconds,
     )
 
 

@@ -120,6 +120,10 @@ class Launcher(ABC):
         """The nodes that the place is about to take away, and why; None if it does not answer."""
         return {}
 
+    def drain_command(self, node: str, reason: str) -> str:
+        """What an administrator types so that nobody gets the node any more; "" if unknown."""
+        return ""
+
     @property
     def job_dir(self) -> Path:
         """The job's folder on each node."""

@@ -265,6 +265,9 @@ class Rewind(Message, frozen=True):
 
 ON_REQUEST = "on request"
 
+IF_UNHEALTHY = "if it is unhealthy"
+"""The reason of a request that counts only if the health command fails on the node now."""
+
 
 class Evacuate(Message, frozen=True):
     """Have the ranks of ``node`` move to a spare; passed on with each heartbeat.

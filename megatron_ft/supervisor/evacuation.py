@@ -23,6 +23,7 @@ from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import SnapshotEnded
 from megatron_ft.supervisor.encoder_world import WorldKeeper
 from megatron_ft.supervisor.failures import Failure
+from megatron_ft.supervisor.health import Health
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.recovery import RestorePlan
 
@@ -122,6 +123,7 @@ class Evacuations:
         coordinator: Coordinator,
         members: Membership,
         world: WorldKeeper,
+        health: Health,
         redundant: bool,
         more_nodes: Callable[[Collection[str]], list[str]],
         nodes_without: Callable[[Collection[str]], tuple[list[str], list[str]]],
@@ -132,7 +134,7 @@ class Evacuations:
         self._more_nodes, self._growths, self._grow_after = more_nodes, 0, 0.0
         self._nodes_without = nodes_without
         self._launcher, self._coordinator, self._members = launcher, coordinator, members
-        self._world, self._redundant = world, redundant
+        self._world, self._redundant, self._health = world, redundant, health
         self._drained: set[str] = set()
         self._moving: tuple[m.Evacuate, int] | None = None
         """The request under way, and the node's position."""
@@ -152,6 +154,8 @@ class Evacuations:
             if request.undo:
                 self._undo(request)
                 continue
+            if request.reason == m.IF_UNHEALTHY and node in self._launcher.nodes():
+                reason = await self._health.why_not_unhealthy(node) or reason
             moves = not reason and node in self._members.active
             if moves:
                 self._note(request, "moving", f"{node} is being evacuated ({request.reason})")
@@ -204,7 +208,7 @@ class Evacuations:
             if larger and not coordinator.evacuations:
                 return None
         request = next(iter(coordinator.evacuations.values()))
-        if request.reason != m.ON_REQUEST:
+        if request.reason not in (m.ON_REQUEST, m.IF_UNHEALTHY):
             await asyncio.sleep(SETTLE_SECONDS)
             await coordinator.refresh()
         return request

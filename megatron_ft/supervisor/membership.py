@@ -90,6 +90,7 @@ class Membership:
         self.leaving: set[str] = set(state.record.evacuated)
         """Nodes that shall not train: their ranks move to spares with the next incarnation."""
         self._on_the_move: set[str] = set()
+        self._last_resort: set[str] = set()
 
     def places(self, active: Sequence[str] = ()) -> dict[str, str]:
         """Shard to node, as far as shards are known from earlier incarnations.
@@ -171,7 +172,8 @@ class Membership:
         lost = self.lost(admitted)
         if len(spares) < len(lost):
             # Better than none: a node whose move was cut short is still there.
-            spares += [n for n in admitted if n in self._on_the_move and n not in self.active]
+            there = [n for n in admitted if n in self._on_the_move | self._last_resort]
+            spares += [n for n in there if n not in self.active]
         replaced = nodes_to_replace(self.active, lost, self.leaving, len(spares))
         for node in [node for node in lost if node not in self._aside]:
             self._give_up(node)
@@ -244,6 +246,11 @@ class Membership:
         """
         self._on_the_move = set() if undo else {node}
         self._shall_leave(self.leaving - {node} if undo else self.leaving | {node})
+
+    def exclude(self, node: str, *, last_resort: bool) -> None:
+        """As ``evacuate``, from memory as it is; with ``last_resort`` before no spare is left."""
+        self._last_resort |= {node} if last_resort else set()
+        self._shall_leave(self.leaving | {node})
 
     def moved(self) -> None:
         """Note that what evacuated nodes held is elsewhere now."""

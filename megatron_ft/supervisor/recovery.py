@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from megatron_ft.checkpoint.decide import Decision, decide
 from megatron_ft.checkpoint.drained import Choice
@@ -32,6 +33,7 @@ from megatron_ft.supervisor.admission import Inventories, LivingRanks
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.disk_restore import DiskRestores, DiskSource, lineage_before
 from megatron_ft.supervisor.encoder_world import WorldKeeper
+from megatron_ft.supervisor.health import Health, Vote
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.orders import (
@@ -130,10 +132,11 @@ class Recovery:
         world: WorldKeeper,
         disk: DiskRestores,
         quarantine: QuarantinePolicy,
+        health: Health,
     ) -> None:
         self._spec, self._state = spec, state
         self._coordinator, self._members, self._world = coordinator, members, world
-        self._disk, self._quarantine = disk, quarantine
+        self._disk, self._quarantine, self._health = disk, quarantine, health
 
     async def run(self, reached: int, survivors: LivingRanks) -> RestorePlan:
         """Recover the job into a new incarnation; the plan that was carried out.
@@ -145,13 +148,39 @@ class Recovery:
         run.  After RebuildError, LoadError, NoRoomError or ControlPlaneError another attempt
         may succeed.
         """
-        admitted = await self._members.admit_all(survivors)
-        self._quarantine.admitted()
-        self._members.replace_lost(admitted)
-        plan = await self._choose(admitted, reached)
-        await self.carry_out(plan, admitted)
+        vote = asyncio.create_task(self._health.vote())
+        try:
+            plan = await self._recover(reached, survivors, vote)
+        finally:
+            vote.cancel()
         await self._quarantine.begin(plan.decision, plan.lineage, self._members.ranks)
         return plan
+
+    async def _recover(
+        self, reached: int, survivors: LivingRanks, vote: asyncio.Task[dict[str, Vote]]
+    ) -> RestorePlan:
+        """Recover beside the vote on nodes, again if it goes against one that got ranks."""
+        voted = False
+        while True:
+            admitted = await self._members.admit_all(survivors)
+            self._quarantine.admitted()
+            serves = partial(self._serves_without, admitted)
+            if not voted and (vote.done() or not self._state.record.shards):
+                self._health.settle(await vote, admitted, serves)
+                voted = True
+            self._members.replace_lost(admitted)
+            plan = await self._choose(admitted, reached)
+            await self.carry_out(plan, admitted)
+            # Before trainers start: commands may need the GPUs for themselves.
+            if voted or not self._health.settle(await vote, admitted, serves):
+                return plan
+            voted = True
+
+    def _serves_without(self, admitted: Inventories, nodes: Collection[str]) -> bool:
+        """True if memory serves the same snapshot without what these nodes hold."""
+        left = {node: held for node, held in admitted.items() if node not in nodes}
+        (with_all, _), (without, _) = self._from_memory(admitted), self._from_memory(left)
+        return with_all.snapshot == without.snapshot
 
     def memory(self, admitted: Inventories) -> Decision:
         """The newest snapshot that memory of the admitted nodes can serve, and what it lacks."""

@@ -28,6 +28,7 @@ class JobSpec:
     ``restore_from`` is a drained checkpoint, perhaps another job's, to start from then.
     ``environment`` is for trainers, beside the variables of the settings.
     ``domains`` is the failure domain of each node; a node that is not named is one of its own.
+    ``health_command`` votes on nodes before each start, "" for none, within ``health_seconds``.
     ``budget`` is how often training may be
     started again without progress, and how long is waited before.  ``place_seconds`` is when the
     place itself ends the job (0: never).  ``own_timing`` replaces, for tests, the waits that
@@ -52,6 +53,8 @@ class JobSpec:
     domains: Domains = field(default_factory=dict)
     budget: RestartBudget = field(default_factory=RestartBudget)
     place_seconds: float = 0.0
+    health_command: str = ""
+    health_seconds: float = 30.0
     own_timing: Timing | None = None
 
     def __post_init__(self) -> None:

@@ -44,6 +44,7 @@ from megatron_ft.supervisor.evacuation import Evacuations
 from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.evidence import FOLDER, EvidenceKeeper
 from megatron_ft.supervisor.failures import NODE_LOST, Failure
+from megatron_ft.supervisor.health import Health
 from megatron_ft.supervisor.incarnation import Incarnation
 from megatron_ft.supervisor.job_state import STATUS, JobState
 from megatron_ft.supervisor.ledger import ENDED, SUPERVISING
@@ -103,8 +104,16 @@ class Supervisor:
         self._quarantine = QuarantinePolicy(
             state, self.coordinator, spec.settings.quarantine_iterations, spec.checkpoint_dir
         )
+        self.health = Health(spec, launcher, state, self.coordinator, self.members)
         self._recovery = Recovery(
-            spec, state, self.coordinator, self.members, self.world, self._disk, self._quarantine
+            spec,
+            state,
+            self.coordinator,
+            self.members,
+            self.world,
+            self._disk,
+            self._quarantine,
+            self.health,
         )
         self._emergency = EmergencyDrain(
             spec, state, self.coordinator, self.members, self.drains, self._recovery
@@ -121,6 +130,7 @@ class Supervisor:
             self.coordinator,
             self.members,
             self.world,
+            self.health,
             redundant,
             partial(more_nodes, spec, state, self.members),
             partial(nodes_without, spec, state, self.members),
@@ -319,6 +329,7 @@ class Supervisor:
         iteration = -1 if committed is None else committed[1]
         saved = await self._quarantine.newest_saved()
         self._budget = self._budget.after(failure, iteration, saved=saved)
+        self.health.failed(failure)
         if self._budget.delay_seconds:
             delay = self._budget.delay_seconds
             text = f"waiting {delay:g} s before the next start"

@@ -141,6 +141,8 @@ class Job:
     quarantine_iterations: int = SnapshotConfig().quarantine_iterations
     register_timeout_seconds: float = 600.0
     on_no_spare: str = "stop"
+    health_command: str = ""
+    health_seconds: float = 30.0
     root: Path | None = None
     name: str = ""
     networked: bool = False
@@ -201,6 +203,8 @@ class Job:
             budget=self.budget,
             restore_from=self.restore_from,
             domains=self.domains,
+            health_command=self.health_command,
+            health_seconds=self.health_seconds,
         )
 
     def settings(self) -> SnapshotConfig:

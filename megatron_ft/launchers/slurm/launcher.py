@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -216,6 +217,11 @@ class SlurmLauncher(Launcher):
     def leaving(self) -> dict[str, str] | None:
         """The nodes that Slurm drains, as an administrator has asked; see Launcher."""
         return self.allocation.draining()
+
+    def drain_command(self, node: str, reason: str) -> str:
+        """See Launcher; Slurm shows the reason to its users."""
+        words = ["scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}"]
+        return shlex.join(words)
 
     def ready_file(self, node: str) -> Path:
         """The file in which the SMP of a node says that it serves, in the shared folder."""

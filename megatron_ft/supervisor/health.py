@@ -1,0 +1,228 @@
+"""Health of nodes: who does not get ranks at the next start, as long as spares are free.
+
+The user's command votes on every node before each start, and two failures in a row that name one
+node are a vote against it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_ft.core.background import started_low
+from megatron_ft.core.environment import TREE
+from megatron_ft.core.errors import ConfigError, ControlPlaneError
+from megatron_ft.core.process_tools import last_word
+from megatron_ft.launchers import bounded_command
+from megatron_ft.launchers.launcher import Launcher, ProcessHandle
+from megatron_ft.launchers.launcher_env import base_environment
+from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.admission import Inventories
+from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.failures import NODE_LOST, Failure
+from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.membership import Membership
+from megatron_ft.supervisor.spec import JobSpec
+
+CANNOT_RUN = (126, 127)
+"""What a shell ends with when a command is not executable, or not found."""
+
+NO_SPARE = "no spare is free"
+NEEDED = "only its memory has the newest snapshot"
+
+
+@dataclass(frozen=True)
+class Vote:
+    """The health command's word on a node; ``unrunnable``: the shell could not run it there."""
+
+    verdict: Literal["healthy", "unhealthy", "unknown"]
+    reason: str = ""
+    unrunnable: bool = False
+
+
+def vote_of(status: int | None, said: str, seconds: float) -> Vote:
+    """The vote of a command that ended so, None if it has not in ``seconds``.  Pure.
+
+    Of one that was killed with its node, nobody knows how it would have ended.
+    """
+    if status is None:
+        return Vote("unknown", f"it has not ended within {seconds:g} s")
+    if status == 0:
+        return Vote("healthy")
+    reason = f"it ended with {status}: {said[:200] or 'it printed nothing'}"
+    return Vote("unknown" if status < 0 else "unhealthy", reason, status in CANNOT_RUN)
+
+
+def twice_in_a_row(failures: Sequence[Failure]) -> str:
+    """The node that the last two failures name, "" if there is none.  Pure.
+
+    Lost nodes are replaced anyway, and what a user asks for is no failure.
+    """
+    last = [f for f in failures if not f.asked][-2:]
+    named = {f.place for f in last if f.cause != NODE_LOST} if len(last) == 2 else set()
+    return named.pop() if len(named) == 1 and all(f.cause != NODE_LOST for f in last) else ""
+
+
+def why_used(
+    suspects: Collection[str],
+    active: Collection[str],
+    free: int,
+    serves: Callable[[Collection[str]], bool],
+) -> dict[str, str]:
+    """For each suspect node why it must be used nevertheless, or "".  Pure.
+
+    ``suspects`` come in the order of urgency; ``free`` is how many others could take places;
+    ``serves`` says whether memory has the newest snapshot also without some nodes.
+    """
+    found: dict[str, str] = {}
+    gone: list[str] = []
+    for node in suspects:
+        found[node] = ""
+        if node not in active:
+            continue
+        if len(gone) >= free:
+            found[node] = NO_SPARE
+        elif not serves([*gone, node]):
+            found[node] = NEEDED
+        else:
+            gone.append(node)
+    return found
+
+
+class Health:
+    """The votes on one job's nodes, and what follows from them."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        launcher: Launcher,
+        state: JobState,
+        coordinator: Coordinator,
+        members: Membership,
+    ) -> None:
+        self._spec, self._launcher, self._state = spec, launcher, state
+        self._coordinator, self._members = coordinator, members
+        self._failures: tuple[Failure, ...] = ()
+
+    def failed(self, failure: Failure) -> None:
+        """Note a failure of the job."""
+        self._failures = (*self._failures, failure)[-2:] if not failure.asked else self._failures
+
+    async def vote(self) -> dict[str, Vote]:
+        """Votes of all nodes that may train, at the same time; {} without a command.
+
+        When this returns, or is cancelled, all that the command had started was killed.
+        """
+        if not self._spec.health_command:
+            return {}
+        away = self._members.evacuated
+        nodes = [n for n in self._launcher.nodes() if n not in away]
+        votes = await asyncio.gather(*map(self._vote_on, nodes))
+        return dict(zip(nodes, votes, strict=True))
+
+    async def _vote_on(self, node: str) -> Vote:
+        path, seconds = self._log_of(node), self._spec.health_seconds
+        wrapper = [sys.executable, "-I", "-S", bounded_command.__file__]
+        argv = started_low([*wrapper, self._spec.health_command])
+        environment = base_environment() | {TREE: uuid.uuid4().hex}
+        handle: ProcessHandle | None = None
+        status = None
+        try:
+            path.unlink(missing_ok=True)
+            handle = self._launcher.start(node, argv, environment, path)
+            status = await asyncio.wait_for(handle.wait(), seconds)
+        except asyncio.TimeoutError:
+            pass
+        except (ControlPlaneError, OSError) as error:
+            return Vote("unknown", str(error))
+        finally:
+            if handle is not None:
+                handle.kill()
+        return vote_of(status, last_word(path) if status else "", seconds)
+
+    def _log_of(self, node: str) -> Path:
+        return self._spec.log_dir / f"health-{node}.log"
+
+    def settle(
+        self,
+        votes: Mapping[str, Vote],
+        admitted: Inventories,
+        serves: Callable[[Collection[str]], bool],
+    ) -> bool:
+        """Have nodes that shall not train leave, and emit why; True if one of them has ranks.
+
+        ``serves`` is for ``why_used``.  ConfigError at the first start when the command runs
+        nowhere.
+        """
+        votes = self._checked({n: v for n, v in votes.items() if n in admitted})
+        for node, vote in votes.items():
+            if vote.verdict == "unknown":
+                text = f"the health of {node} is unknown: {vote.reason}"
+                self._emit("health_unknown", text, node)
+        members = self._members
+        unhealthy = {n: v.reason for n, v in votes.items() if v.verdict == "unhealthy"}
+        twice = twice_in_a_row(self._failures)
+        named = {twice} & set(admitted) - unhealthy.keys() - members.evacuated
+        suspects = [*unhealthy, *named]
+        spares = set(members.usable(admitted)) - {*members.active, *suspects}
+        free = len(spares) - len(members.lost(admitted))
+        used = why_used(suspects, members.active, free, serves)
+        for node in unhealthy:
+            text = f"the health command failed on {node}: {unhealthy[node]}"
+            self._emit("unhealthy", self._conclude(node, text, used[node]), node)
+        for node in named:
+            causes = " and ".join(f.text for f in self._failures)
+            text = f"{node} caused two failures in a row: {causes}"
+            text = self._conclude(node, text, used[node], last_resort=True)
+            if used[node] != NO_SPARE:
+                self._failures = ()
+                self._emit("avoided", text, node)
+        return not members.leaving.isdisjoint(members.active)
+
+    def _conclude(self, node: str, text: str, used: str, *, last_resort: bool = False) -> str:
+        """Have the node leave, unless it must be ``used``; the text with what was done."""
+        members, reason = self._members, text
+        if used:
+            text += f"; it is used: {used}"
+            if used == NEEDED:  # As soon as parity has it, it can move.
+                number = f"health-{self._coordinator.incarnation}-{node}"
+                self._coordinator.ask_evacuation(m.Evacuate(node, number, reason[:256]))
+        else:
+            text += "; it is not used any more (`megatron-ft evacuate --undo` gives it back)"
+            text += self._advice(node, reason)
+            members.exclude(node, last_resort=last_resort)
+            self._coordinator.moves[node] = {"state": "moved", "text": reason}
+        return text
+
+    def _advice(self, node: str, reason: str) -> str:
+        command = self._launcher.drain_command(node, f"megatron-ft: {reason}")
+        return f". To drain it: {command}" if command else ""
+
+    async def why_not_unhealthy(self, node: str) -> str:
+        """Run the command on one node now: "" if it fails, which is emitted, else the reason."""
+        if not self._spec.health_command:
+            return "the job has no --health-command"
+        vote = await self._vote_on(node)
+        if vote.verdict != "unhealthy":
+            return f"its health command says {vote.verdict} {vote.reason}".rstrip()
+        text = f"the health command failed on {node}: {vote.reason}"
+        self._emit("unhealthy", text + self._advice(node, text), node)
+        return ""
+
+    def _checked(self, votes: dict[str, Vote]) -> dict[str, Vote]:
+        """The votes; a command that can be run nowhere says nothing about nodes."""
+        if not votes or not all(vote.unrunnable for vote in votes.values()):
+            return votes
+        reason = next(iter(votes.values())).reason
+        if not self._state.record.shards:
+            command = self._spec.health_command
+            raise ConfigError(f"the health command cannot be run: {command!r}: {reason}")
+        return {node: Vote("unknown", reason) for node in votes}
+
+    def _emit(self, kind: str, text: str, node: str) -> None:
+        self._coordinator.observers.emit(kind, text, node=node)
