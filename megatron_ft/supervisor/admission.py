@@ -25,6 +25,11 @@ LivingRanks = Mapping[str, Sequence[int]]
 """Ranks whose trainers live and could restart in their process, by node."""
 
 
+def kept_ranks(admitted: Inventories) -> tuple[int, ...]:
+    """Ranks whose process was released and waits to train again."""
+    return tuple(rank for inventory in admitted.values() for rank in inventory.kept)
+
+
 async def admit(
     coordinator: Coordinator, incarnation: int, nodes: Sequence[str], keep: LivingRanks
 ) -> Inventories:

@@ -29,7 +29,7 @@ from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, SnapshotId, extend
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.admission import Inventories, LivingRanks
+from megatron_ft.supervisor.admission import Inventories, LivingRanks, kept_ranks
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.disk_restore import DiskRestores, DiskSource, lineage_before
 from megatron_ft.supervisor.encoder_world import WorldKeeper
@@ -382,11 +382,6 @@ class Recovery:
                 }
             )
             await self._disk.load(disk, snapshot, plan.places, plan.incarnation)
-
-
-def kept_ranks(admitted: Inventories) -> tuple[int, ...]:
-    """Ranks whose process was released and waits to train again."""
-    return tuple(rank for inventory in admitted.values() for rank in inventory.kept)
 
 
 def check_memory(spec: JobSpec, wanted: Scheme, scheme: str, memory: Decision) -> None:
