@@ -137,8 +137,9 @@ def test_a_last_drain_outlives_trainers_that_die_of_the_same_sigterm(
         job.run((8, cancel))
     assert job.stop.code == EXIT_DRAINED, job.story()
     assert of_kind(job, "trainer_died"), job.story()
-    drained = of_kind(job, "drained")[-1].fields["iteration"]
-    assert drained == of_kind(job, "committed")[-1].fields["iteration"], job.story()
+    asked = job.kinds().index("stopping")
+    committed = [e.fields["iteration"] for e in job.events[:asked] if e.kind == "committed"]
+    assert of_kind(job, "drained")[-1].fields["iteration"] >= committed[-1], job.story()
 
 
 def test_sigterm_without_time_says_so(made: list[Job], tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def test_the_missing_collective_of_a_hang_is_named(new: Callable[..., Job]) -> N
     assert "rank 2 is in all_reduce #" in other.text and "the others in barrier #" in other.text
 
 
+@pytest.mark.all_layouts
 def test_a_lost_node_is_named(new: Callable[..., Job]) -> None:
     job = new(spares=1)
     job.run((8, lambda job: job.cluster.kill_node("n2") and None))

@@ -163,7 +163,7 @@ def test_a_supervisor_that_is_killed_is_followed_by_one_that_continues(
     "point",
     [
         pytest.param("reshape.ordered", marks=MORE),
-        "reshape.half",
+        pytest.param("reshape.half", marks=MORE),
         pytest.param("reshape.source", marks=MORE),
     ],
 )

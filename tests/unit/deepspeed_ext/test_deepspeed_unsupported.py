@@ -139,6 +139,7 @@ def test_refused_by_deepspeed_before_us(key: str) -> None:
         refusals_of(REFUSED[key])
 
 
+@pytest.mark.all_layouts
 def test_all_are_refused_by_us_where_an_older_deepspeed_takes_them(tmp_path: Path) -> None:
     if not OLDER.is_dir():
         pytest.skip(f"needs deepspeed {OLDER.name} in {OLDER}: run scripts/test.sh")
