@@ -98,7 +98,7 @@ class EvidenceKeeper:
             self._hang = event
 
     async def observe(self) -> None:
-        """Take down who has ended by itself; called before the supervisor ends the others."""
+        """Record which ranks have ended by themselves, before the supervisor ends the others."""
         if not self._started:
             return
         self._started = False

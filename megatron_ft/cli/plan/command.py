@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 
 from megatron_ft.cli.plan import sources
 from megatron_ft.cli.plan.model import Forecast, PlannedJob, candidates, check, recommend
-from megatron_ft.cli.plan.simulate import Played, monte_carlo, play
+from megatron_ft.cli.plan.simulate import SimulatedRun, monte_carlo, simulate
 from megatron_ft.config import SETTINGS
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
 
 GIB = 1 << 30
 MOST_STRIKES = 400_000
-"""Failures that are played at most: some seconds of work."""
+"""Failures that are simulated at most: some seconds of work."""
 
 PRECISIONS: Mapping[str, int] = {"bf16": 4, "fp16": 4, "fp32": 4, "bf16-only": 2}
 """Bytes of a parameter: an fp32 master, from which the weights follow, or the weights alone."""
@@ -54,7 +54,7 @@ _COUNTS = {
     "slots": (2, SETTINGS["slots"].default, "snapshots kept of each shard"),
     "nodes-per-domain": (1, 1, "nodes that fail together, at most"),
     "spares": (0, None, "spare nodes; as many as are recommended, if not given"),
-    "runs": (2, 1000, "random runs that are played, at most"),
+    "runs": (2, 1000, "random runs that are simulated, at most"),
     "seed": (0, 0, "of the random runs"),
 }
 
@@ -81,7 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = parser.add_mutually_exclusive_group().add_argument
     known("--mtbf-hours", type=positive, help="time between failures of the job")
     known("--job", help="the same from the ledger of a job of this name")
-    known("--trace", type=Path, help="the same from a file of lines `hours,node`; played as well")
+    known(
+        "--trace", type=Path, help="the same from a file of lines `hours,node`; simulated as well"
+    )
     known("--sacct", type=Path, help=f"the same from the output of `{sources.SACCT}`; - is stdin")
     add("--state-dir", type=Path, help="the --state-dir of that job, if it has one")
     share = "share of failures that lose a node's memory (default: what is known, else 1)"
@@ -105,11 +107,11 @@ def _number(
 
 
 class Report(NamedTuple):
-    """All that is said of a job: its scheme, runs that were played, and the ETTR on the trace."""
+    """The forecast of a job: its scheme, simulated runs, and the ETTR on the trace."""
 
     history: sources.History
     chosen: Forecast
-    played: list[Played]
+    simulated: list[SimulatedRun]
     trace: float | None
 
 
@@ -133,11 +135,11 @@ def make_report(arguments: argparse.Namespace) -> Report:
             f"least possible is {longest / 3600:.3g}"
         )
     runs = max(2, min(arguments.runs, int(MOST_STRIKES * job.mtbf / job.run)))
-    played, trace = monte_carlo(chosen, runs, arguments.seed), None
+    simulated, trace = monte_carlo(chosen, runs, arguments.seed), None
     if history.strikes:
         whole = replace(chosen, job=replace(job, run=history.strikes[-1].at))
-        trace = play(whole, history.strikes).ettr
-    return Report(history, chosen, played, trace)
+        trace = simulate(whole, history.strikes).ettr
+    return Report(history, chosen, simulated, trace)
 
 
 def _history(arguments: argparse.Namespace) -> sources.History:
@@ -191,7 +193,7 @@ _MORE = ("set_sizes", "copy_seconds", "cost_seconds", "rebuild_bytes", "repair_s
 
 def as_dict(report: Report) -> dict[str, Any]:
     """The plan for programs: bytes and seconds."""
-    one, ettrs = report.chosen, [run.ettr for run in report.played]
+    one, ettrs = report.chosen, [run.ettr for run in report.simulated]
 
     def row(each: Forecast, *names: str) -> dict[str, Any]:
         return {"scheme": str(each.scheme), **{name: getattr(each, name) for name in names}}
@@ -204,8 +206,8 @@ def as_dict(report: Report) -> dict[str, Any]:
         "shard_bytes": one.job.shard_bytes,
         "schemes": [row(each, *_ROW) for each in candidates(one.job)],
         **row(one, *_ROW, *_MORE),
-        "survival_played": mean(not run.from_disk for run in report.played),
-        "ettr_played": mean(ettrs),
+        "survival_simulated": mean(not run.from_disk for run in report.simulated),
+        "ettr_simulated": mean(ettrs),
         "ettr_range": [cuts[0], cuts[-1]],
         "ettr_on_trace": report.trace,
     }
@@ -254,18 +256,18 @@ def _details(report: Report, found: Mapping[str, Any]) -> Iterator[str]:
         )
     yield (
         f"saved     {one.survival:.3%} of runs of {job.run / 3600:.4g} h by memory alone; of "
-        f"{len(report.played)} that were played {found['survival_played']:.3%}"
+        f"{len(report.simulated)} that were simulated {found['survival_simulated']:.3%}"
     )
     yield f"interval  {one.interval} iterations, {one.work:.1f} s"
     if job.node_share:
         yield f"spares    {one.spares}; {one.spare_missing:.2%} of node losses find none"
     low, high = found["ettr_range"]
     yield (
-        f"ETTR      {one.ettr:.3%} expected; played {found['ettr_played']:.3%}, 90 % of runs "
+        f"ETTR      {one.ettr:.3%} expected; simulated {found['ettr_simulated']:.3%}, 90 % of runs "
         f"between {low:.3%} and {high:.3%}"
     )
     if report.trace is not None:
-        yield f"trace     ETTR {report.trace:.3%} when the trace is played"
+        yield f"trace     ETTR {report.trace:.3%} when the trace is simulated"
 
 
 def _gib(count: float) -> str:

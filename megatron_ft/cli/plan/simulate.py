@@ -1,4 +1,4 @@
-"""Plays a planned job failure by failure, for traces and for many random runs.  Pure.
+"""Simulates a planned job failure by failure, for traces and for many random runs.  Pure.
 
 Nothing of ``model.py`` but sizes and durations is used: survival and ETTR are found by counting.
 """
@@ -21,8 +21,8 @@ class Strike(NamedTuple):
     node: int = -1
 
 
-class Played(NamedTuple):
-    """A run that was played: its ETTR, and how often memory did not save it."""
+class SimulatedRun(NamedTuple):
+    """A run that was simulated: its ETTR, and how often memory did not save it."""
 
     ettr: float
     from_disk: int
@@ -36,20 +36,20 @@ def strikes(forecast: Forecast, chance: random.Random) -> Iterator[Strike]:
         yield Strike(at, chance.randrange(job.nodes) if chance.random() < job.node_share else -1)
 
 
-def play(forecast: Forecast, failures: Iterable[Strike]) -> Played:
+def simulate(forecast: Forecast, failures: Iterable[Strike]) -> SimulatedRun:
     """One run of ``job.run`` seconds with these failures, in the order of their times."""
     run = _Run(forecast)
     for strike in failures:
         if strike.at >= forecast.job.run:
             break
         run.strike(strike)
-    return Played(run.made_until(forecast.job.run) / forecast.job.run, run.from_disk)
+    return SimulatedRun(run.made_until(forecast.job.run) / forecast.job.run, run.from_disk)
 
 
-def monte_carlo(forecast: Forecast, runs: int, seed: int) -> list[Played]:
+def monte_carlo(forecast: Forecast, runs: int, seed: int) -> list[SimulatedRun]:
     """So many random runs, the lowest ETTR first."""
     chance = random.Random(seed)
-    return sorted(play(forecast, strikes(forecast, chance)) for _ in range(runs))
+    return sorted(simulate(forecast, strikes(forecast, chance)) for _ in range(runs))
 
 
 class _Run:

@@ -1,4 +1,4 @@
-"""The planner: closed forms against failures that are played, and what it refuses."""
+"""The planner: closed forms against failures that are simulated, and what it refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from megatron_ft.cli import main as cli
 from megatron_ft.cli.plan.command import add_arguments, planned_job
 from megatron_ft.cli.plan.model import Forecast, PlannedJob, candidates, check, recommend
-from megatron_ft.cli.plan.simulate import Strike, monte_carlo, play, strikes
+from megatron_ft.cli.plan.simulate import Strike, monte_carlo, simulate, strikes
 from megatron_ft.cli.plan.sources import of_job, of_sacct, of_trace
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
@@ -81,7 +81,7 @@ def test_survival_is_the_same_by_formula_and_by_counting(
     drain=st.floats(600, 7200),
     spares=st.sampled_from((-1, -1, 1, 3)),
 )
-def test_ettr_is_within_five_percent_of_the_played_one(
+def test_ettr_is_within_five_percent_of_the_simulated_one(
     scheme: str, shard: float, mtbf: float, **given: Any
 ) -> None:
     share = given.pop("share")
@@ -89,38 +89,38 @@ def test_ettr_is_within_five_percent_of_the_played_one(
     one = check(job, Scheme.parse(scheme))
     assume(job.mtbf > one.work + one.safe_seconds and one.memory_mtbf > 2 * job.drain)
     assume(one.spare_missing < 0.25)
-    played = mean(run.ettr for run in monte_carlo(one, 60, seed=1))
-    assert abs(one.ettr / played - 1) <= 0.05
+    simulated = mean(run.ettr for run in monte_carlo(one, 60, seed=1))
+    assert abs(one.ettr / simulated - 1) <= 0.05
 
 
 @pytest.mark.parametrize("spares", [0, 1, 3])
-def test_too_few_spares_cost_what_is_played(spares: int) -> None:
+def test_too_few_spares_cost_what_is_simulated(spares: int) -> None:
     hours = 3600.0
     one = forecast("rs:3+1", spares=spares, replacement=12 * hours, run=20_000 * hours)
-    played = mean(run.ettr for run in monte_carlo(one, 6, seed=2))
-    assert one.ettr < 0.98 and abs(one.ettr / played - 1) <= 0.05
+    simulated = mean(run.ettr for run in monte_carlo(one, 6, seed=2))
+    assert one.ettr < 0.98 and abs(one.ettr / simulated - 1) <= 0.05
 
 
-def test_a_played_run_by_hand() -> None:
+def test_a_simulated_run_by_hand() -> None:
     instant = dict.fromkeys(RULE, math.inf)
     one = forecast("xor:4", nodes=4, iteration=10.0, run=1000.0, restart=20.0, spares=0,
                    replacement=100.0, drain=150.0, **instant)  # fmt: skip
     one = replace(one, iterations=2)
     assert one.repair_seconds == 30 and one.safe_seconds == one.cost_seconds == 0
     # 100 of 105 s are saved; training goes on at 125 s.
-    assert play(one, [Strike(105.0)]).ettr == (100 + 875) / 1000
+    assert simulate(one, [Strike(105.0)]).ettr == (100 + 875) / 1000
     # The node is replaced 100 s later, rebuilt 30 s and started 20 s after that.
-    assert play(one, [Strike(105.0, 2)]).ettr == (100 + 745) / 1000
+    assert simulate(one, [Strike(105.0, 2)]).ettr == (100 + 745) / 1000
     # A failure meanwhile loses nothing; one of another node in time goes back to the drained 0 s.
-    assert play(one, [Strike(105.0, 2), Strike(110.0)]).ettr == (100 + 745) / 1000
-    assert play(one, [Strike(105.0, 2), Strike(120.0, 3)]) == (730 / 1000, 1)
-    assert play(one, [Strike(105.0, 2), Strike(136.0, 3)]).from_disk == 0
+    assert simulate(one, [Strike(105.0, 2), Strike(110.0)]).ettr == (100 + 745) / 1000
+    assert simulate(one, [Strike(105.0, 2), Strike(120.0, 3)]) == (730 / 1000, 1)
+    assert simulate(one, [Strike(105.0, 2), Strike(136.0, 3)]).from_disk == 0
     # 170 s are drained at 150 s.
-    assert play(one, [Strike(175.0, 2), Strike(176.0, 3)]).ettr == (150 + 674) / 1000
+    assert simulate(one, [Strike(175.0, 2), Strike(176.0, 3)]).ettr == (150 + 674) / 1000
     # A snapshot counts 8 s after its iteration, not before.
     slow = replace(one, job=replace(one.job, digest=GIB / 8))
-    assert play(slow, [Strike(107.0)]).ettr == (80 + 873) / 1000
-    assert play(slow, [Strike(109.0)]).ettr == (100 + 871) / 1000
+    assert simulate(slow, [Strike(107.0)]).ettr == (80 + 873) / 1000
+    assert simulate(slow, [Strike(109.0)]).ettr == (100 + 871) / 1000
 
 
 @pytest.mark.parametrize("per_domain", [1, 2])
@@ -207,7 +207,7 @@ def test_a_plan_in_words_and_for_programs(plan: Callable[..., str]) -> None:
     assert found["node_bytes"] / GIB == pytest.approx(32.63, abs=0.01)
     assert found["encode_bytes"] == pytest.approx(found["shard_bytes"] * 8 * 7 / 6)
     assert found["ettr_range"][0] <= found["ettr"] <= found["ettr_range"][1]
-    assert found["ettr_played"] == pytest.approx(found["ettr"], rel=0.01)
+    assert found["ettr_simulated"] == pytest.approx(found["ettr"], rel=0.01)
     assert found["mtbf"] == pytest.approx(54 * 24 * 16384 / 419 / 512 * 3600)
     half = json.loads(plan("--protect", "rs:6+2", "--json", "--optimizer", "adam-bf16"))
     assert half["shard_bytes"] == math.ceil(8 * 70e9 / 512)
