@@ -151,7 +151,7 @@ def render(name: str, job: dict[str, Any]) -> str:
 
 
 def exposure(summary: dict[str, Any]) -> dict[str, Any]:
-    """What losses would cost: each node that trains, and the pairs that cost more than either.
+    """Costs of losses: of each node that trains, and of the pairs that cost more than either.
 
     {} while nothing trains.
     """

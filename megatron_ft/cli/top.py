@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class View:
-    """What the user looks at: the order of nodes, the chosen one, and whether it is open."""
+    """State of the screen: the order of nodes, the chosen one, and whether it is open."""
 
     sort: str = "n"
     chosen: int = 0

@@ -49,7 +49,7 @@ class Launcher(ABC):
 
     world_kind: type[WorldProcess] = WorldProcess
     knows_losses = False
-    """Whether ``reachable`` knows of each loss at once: a silent node that is there lives."""
+    """True if ``reachable`` knows of each loss at once: a silent node that is there lives."""
 
     def __init__(self, job: str, root: Path, mpi: MpiLauncher | None = None) -> None:
         """``mpi`` is what starts worlds, found when first needed if None."""
@@ -121,7 +121,7 @@ class Launcher(ABC):
         return {}
 
     def drain_command(self, node: str, reason: str) -> str:
-        """What an administrator types so that nobody gets the node any more; "" if unknown."""
+        """The command with which an administrator takes the node out of service; "" if unknown."""
         return ""
 
     @property

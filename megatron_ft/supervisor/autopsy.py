@@ -1,4 +1,4 @@
-"""The judge of a failure: who stopped first, and in which way.  Pure.
+"""Judges a failure: which rank stopped first, and in which way.  Pure.
 
 Ranks that die of a connection to a rank that is gone are no cause, however early their end is
 known.  What evidence does not tell is "unknown".
@@ -51,7 +51,7 @@ class DeadLog(msgspec.Struct, frozen=True):
 
 
 class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one rank.  Times are in seconds.
+    """Evidence on one rank.  Times are in seconds.
 
     ``place`` in the order of ends that were seen before the supervisor ended the others, and
     ``after`` how long after the first: -1 and 0 if it still ran; ``status`` is that of its exit,
@@ -92,7 +92,7 @@ class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What was kept of the unplanned end of an incarnation; ``time`` is in seconds since 1970.
+    """Evidence of the unplanned end of an incarnation; ``time`` is in seconds since 1970.
 
     ``gone`` are nodes that the launcher counts as lost, ``losses_known`` is whether it knows of
     each loss at once; ``silent`` maps nodes to the seconds since their last answer, where those
@@ -121,7 +121,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Autopsy(msgspec.Struct, frozen=True):
-    """Who stopped first: ``rank`` (-1: not a single known one) on ``node``, and the class.
+    """The rank that stopped first (-1: not a single known one), its node, and the class.
 
     ``sentence`` gives the reason, ``waiting`` has a line for each group of the others.
     """
@@ -141,7 +141,7 @@ def judge(evidence: Evidence) -> Autopsy:
 
 
 def is_settled(ended: Sequence[RankEvidence]) -> bool:
-    """True if the ends seen so far hold one that no other rank's end explains."""
+    """True if some end seen so far is not explained by another rank's end."""
     return any(not one.finished and not one.follows for one in ended)
 
 
@@ -181,7 +181,7 @@ def _judge(evidence: Evidence) -> _Finding:
 def _of_silence(
     silent: Sequence[str], first: RankEvidence | None, evidence: Evidence, *, all_silent: bool
 ) -> _Finding:
-    """Nodes that answer no more: only one that still ends its own trainers is known to live."""
+    """The finding on silent nodes; only a node that still ends its own trainers is known to live."""
     node = silent[0] if first is None else first.node
     text = f"{node} has not answered for {evidence.silent[node]:.1f} s"
     if all_silent:
@@ -194,7 +194,7 @@ def _of_silence(
 
 
 def _apart(ranks: Sequence[RankEvidence]) -> dict[int, str]:
-    """Ranks that are not in the collective that most of the ranks wait in, and what they are in.
+    """Ranks outside the collective in which most ranks wait, with a text on each.
 
     Of a group that not all ranks are in, those that are not are not known: they are left out.
     """

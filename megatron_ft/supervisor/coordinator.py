@@ -178,7 +178,7 @@ class Coordinator(Connections):
         )
 
     def exposure(self) -> Exposure | None:
-        """What losses would fall back to, None without training; judged anew after a change."""
+        """The exposure of the job, None without training; computed again after a change."""
         if (cycle := self.cycle) is None:
             return None
         basis = (cycle, dict(self.held), set(self.damage.lost), self.durable)

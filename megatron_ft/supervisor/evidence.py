@@ -68,7 +68,7 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 class _Seen(NamedTuple):
-    """What was seen before the supervisor ended the trainers."""
+    """Observations from before the supervisor ended the trainers."""
 
     exits: Mapping[int, tuple[int, float]]
     gone: Sequence[str]

@@ -164,7 +164,7 @@ class Judge:
         return self._pairs[last]
 
     def _together(self, last: int) -> Iterator[Pairs]:
-        """Of those that share a stripe."""
+        """Pairs that share a stripe."""
         alone = {node: min((*serving, last)) for node, serving in self.singles.items()}
         seen = set[tuple[str, str]]()
         for nodes in self._map.groups:
@@ -179,7 +179,7 @@ class Judge:
                 yield from (Pairs(one, (), fallback) for one in ([nodes] if whole else pairs))
 
     def _apart(self, last: int) -> Iterator[Pairs]:
-        """Of those that share none: damage of two snapshots in two places costs both."""
+        """Pairs that share no stripe: damage of two snapshots in two places costs both."""
         alike: dict[tuple[int, ...], list[str]] = {}
         for node, serving in self.singles.items():
             alike.setdefault(serving, []).append(node)

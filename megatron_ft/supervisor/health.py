@@ -1,4 +1,4 @@
-"""Health of nodes: who does not get ranks at the next start, as long as spares are free.
+"""Health of nodes: finds the nodes that get no ranks at the next start while spares are free.
 
 The user's command votes on every node before each start, and two failures in a row that name one
 node are a vote against it.
@@ -30,7 +30,7 @@ from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.spec import JobSpec
 
 CANNOT_RUN = (126, 127)
-"""What a shell ends with when a command is not executable, or not found."""
+"""Exit statuses of a shell for a command that is not executable, or not found."""
 
 NO_SPARE = "no spare is free"
 NEEDED = "only its memory has the newest snapshot"
@@ -38,7 +38,7 @@ NEEDED = "only its memory has the newest snapshot"
 
 @dataclass(frozen=True)
 class Vote:
-    """The health command's word on a node; ``unrunnable``: the shell could not run it there."""
+    """The health command's vote on a node; ``unrunnable``: the shell could not run it there."""
 
     verdict: Literal["healthy", "unhealthy", "unknown"]
     reason: str = ""

@@ -55,7 +55,7 @@ def monte_carlo(forecast: Forecast, runs: int, seed: int) -> list[SimulatedRun]:
 class _Run:
     """The state of a job between two failures.
 
-    Training goes on from ``up`` with ``base`` seconds of work; memory is complete from ``whole``
+    Training continues at ``up`` with ``base`` seconds of work; memory is complete from ``whole``
     on, until then the nodes in ``lost`` are missing.
     """
 
@@ -64,7 +64,7 @@ class _Run:
         self._up = self._whole = self._base = 0.0
         self._lost: set[int] = set()
         self._spares = [0.0] * forecast.spares
-        """When each node that does not train can take over."""
+        """Times at which each node that does not train can take over."""
         self._work, self._safe = forecast.work, forecast.safe_seconds
         self._period = forecast.work + forecast.cost_seconds
         self._repair, self._most = forecast.repair_seconds, forecast.scheme.parity_members

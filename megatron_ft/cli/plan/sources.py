@@ -1,4 +1,4 @@
-"""How often jobs fail: from a job's events, from ``sacct``, from a trace, or as published."""
+"""Rates of failures: from a job's events, from ``sacct``, from a trace, or as published."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOST = ("NODE_FAIL", "BOOT_FAIL")
 
 
 class History(NamedTuple):
-    """What is known of failures: seconds between two of them, the share that loses a node, seconds
+    """Failures as far as known: seconds between two of them, the share that loses a node, seconds
     until training continued (0 if not known), and the failures one by one if it is a trace."""
 
     source: str

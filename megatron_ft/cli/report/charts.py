@@ -22,7 +22,7 @@ _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def text_of(value: object) -> str:
-    """Foreign text as HTML: escaped, and without what is no character of a page."""
+    """Foreign text as HTML: escaped, with unprintable characters replaced."""
     shown = (c if c.isprintable() or c == "\n" else "\ufffd" for c in str(value))
     return escape("".join(shown))
 

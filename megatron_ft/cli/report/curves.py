@@ -1,4 +1,4 @@
-"""What events say of a job's progress, as curves over the seconds since its beginning.  Pure."""
+"""Curves of a job's progress over the seconds since its beginning, from its events.  Pure."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _exposed(events: Sequence[RecordedEvent], levels: set[str]) -> Curve:
     pieces: Curve = []
     since: float | None = None
     first: dict[int, float] = {}
-    """When an iteration was committed first; one that becomes protected later is no newer then."""
+    """Time of an iteration's first commit; becoming protected later makes it no newer."""
     for at, event in timeline(events):
         if event["kind"] == "training":
             pieces.append([(at, 0.0)])

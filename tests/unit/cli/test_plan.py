@@ -107,7 +107,7 @@ def test_a_simulated_run_by_hand() -> None:
                    replacement=100.0, drain=150.0, **instant)  # fmt: skip
     one = replace(one, iterations=2)
     assert one.repair_seconds == 30 and one.safe_seconds == one.cost_seconds == 0
-    # 100 of 105 s are saved; training goes on at 125 s.
+    # 100 of 105 s are saved; training continues at 125 s.
     assert simulate(one, [Strike(105.0)]).ettr == (100 + 875) / 1000
     # The node is replaced 100 s later, rebuilt 30 s and started 20 s after that.
     assert simulate(one, [Strike(105.0, 2)]).ettr == (100 + 745) / 1000
