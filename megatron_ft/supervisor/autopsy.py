@@ -181,7 +181,7 @@ def _judge(evidence: Evidence) -> _Finding:
 def _of_silence(
     silent: Sequence[str], first: RankEvidence | None, evidence: Evidence, *, all_silent: bool
 ) -> _Finding:
-    """The finding on silent nodes; only a node that still ends its own trainers is known to live."""
+    """The finding on silent nodes: only one that still ends its own trainers is known to live."""
     node = silent[0] if first is None else first.node
     text = f"{node} has not answered for {evidence.silent[node]:.1f} s"
     if all_silent:
