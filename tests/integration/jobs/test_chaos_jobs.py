@@ -50,7 +50,7 @@ def run(text: str, settings: ChaosSettings, oracle: dict[int, Lines]) -> CaseOut
         ("encode.half:encoder:kill:1", "parity"),
         ("restore.half:trainer:kill:1", "parity"),
         ("commit.between:supervisor:kill:0", "own memory"),
-        ("drain.manifest:drain:kill:0", "continued"),
+        pytest.param("drain.manifest:drain:kill:0", "continued", marks=pytest.mark.all_layouts),
         ("commit.last:node:kill:1:nodisk", "refused"),
     ],
 )
@@ -77,6 +77,7 @@ def test_a_mistake_of_ours_ends_what_made_it_and_nothing_waits_for_an_answer(
     assert event in kinds and "node_lost" not in kinds, outcome.tail
 
 
+@pytest.mark.all_layouts
 def test_more_losses_than_parity_take_the_disk_and_a_failure_says_how_to_repeat_it(
     settings: ChaosSettings, oracle: dict[int, Lines]
 ) -> None:

@@ -90,6 +90,7 @@ def test_without_a_spare_an_unhealthy_node_is_used(
     assert [event.fields["node"] for event in of_kind(job, "health_unknown")] == ["n0"]
 
 
+@pytest.mark.all_layouts
 def test_a_node_that_fails_twice_in_a_row_is_avoided_until_no_other_is_left(
     made: list[Job], tmp_path: Path, uninterrupted: Uninterrupted
 ) -> None:

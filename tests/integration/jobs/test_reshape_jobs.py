@@ -65,7 +65,8 @@ def check(
         assert found.tobytes() == whole.tobytes(), f"tensor {number} of {ranks} ranks"
 
 
-@pytest.mark.parametrize("lost", ["n0", pytest.param("n3", marks=MORE)])
+@MORE
+@pytest.mark.parametrize("lost", ["n0", "n3"])
 def test_three_nodes_continue_for_four(made: list[Job], tmp_path: Path, lost: str) -> None:
     job = elastic_job(tmp_path)
     made.append(job)
@@ -187,6 +188,7 @@ def test_another_model_is_refused_and_memory_kept(made: list[Job], tmp_path: Pat
     check(tmp_path, 4)
 
 
+@MORE
 def test_what_was_drained_serves_if_memory_cannot(made: list[Job], tmp_path: Path) -> None:
     job = elastic_job(tmp_path, 2, protect="none", drain_dir=tmp_path / "drains", drain_interval=4)
     made.append(job)

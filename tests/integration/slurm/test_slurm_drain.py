@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.skipif(bool(MISSIN
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.all_layouts
 def test_a_drained_node_gives_its_ranks_to_the_spare(
     slurm: SlurmCluster, submit: Submit, uninterrupted: Uninterrupted
 ) -> None:
