@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_ft.cli.common import add_job
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.supervisor.autopsy import CLASSES
 from megatron_ft.supervisor.evidence import FOLDER, Kept, numbers_in, read_kept
@@ -23,8 +24,7 @@ _LAST_EVENTS = 12
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft autopsy``."""
     parser.add_argument("number", nargs="?", type=int, help="of the failure (default: the newest)")
-    parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
-    parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
+    add_job(parser)
     parser.add_argument("--json", action="store_true", help="print verdict and evidence as JSON")
 
 

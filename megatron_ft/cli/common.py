@@ -76,6 +76,12 @@ def root_of(arguments: argparse.Namespace) -> Path:
     return named or default_root()
 
 
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--job`` and ``--state-dir``, for commands that read the notes of one job."""
+    parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
+    parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
+
+
 def add_folders(parser: argparse.ArgumentParser) -> None:
     """Declare ``--arena-dir`` and ``--state-dir``."""
     add_argument(parser)

@@ -9,9 +9,8 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from megatron_ft.cli.common import say
+from megatron_ft.cli.common import add_job, say
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.supervisor.event_log import EVENTS, RecordedEvent, read_events
 from megatron_ft.supervisor.job_state import state_folder
@@ -22,12 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft ledger``."""
     add_job(parser)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-
-
-def add_job(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--job`` and ``--state-dir``."""
-    parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
-    parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
 
 
 def events_of(arguments: argparse.Namespace) -> Sequence[RecordedEvent]:

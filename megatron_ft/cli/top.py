@@ -13,10 +13,9 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from megatron_ft.cli import status
+from megatron_ft.cli import common, status
 from megatron_ft.core.errors import ConfigError
 
 LOOK_MILLISECONDS = 1000
@@ -28,8 +27,7 @@ _BACK = ("KEY_LEFT", "KEY_BACKSPACE", "\x1b", "\n")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft top``."""
-    parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
-    parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
+    common.add_job(parser)
 
 
 @dataclass

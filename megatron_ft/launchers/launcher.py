@@ -49,7 +49,7 @@ class Launcher(ABC):
 
     world_kind: type[WorldProcess] = WorldProcess
     knows_losses = False
-    """True if ``reachable`` knows of each loss at once: a silent node that is there lives."""
+    """True if ``reachable`` reports each loss at once, so that a silent node still runs."""
 
     def __init__(self, job: str, root: Path, mpi: MpiLauncher | None = None) -> None:
         """``mpi`` is what starts worlds, found when first needed if None."""

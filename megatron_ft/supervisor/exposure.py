@@ -144,12 +144,12 @@ class Judge:
 
     @cached_property
     def singles(self) -> dict[str, tuple[int, ...]]:
-        """What serves without each node."""
+        """Snapshots that serve without each node."""
         return {node: tuple(self.serving((node,))) for node in self._map.nodes}
 
     @cached_property
     def any_node(self) -> Iterable[int]:
-        """What serves whichever single node is lost."""
+        """Snapshots that serve after the loss of any single node."""
         return sorted(set.intersection(*map(set, self.singles.values())))
 
     def pairs(self, last: int) -> list[Pairs]:

@@ -1,4 +1,4 @@
-"""What ``megatron-ft status --json`` says of a loss, read as its documentation has it."""
+"""Reads the cost of a loss from ``megatron-ft status --json``, as its documentation says."""
 
 from __future__ import annotations
 

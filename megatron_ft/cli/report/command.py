@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ft.cli.common import replace_output, say
-from megatron_ft.cli.ledger import add_job, events_of
+from megatron_ft.cli.common import add_job, replace_output, say
+from megatron_ft.cli.ledger import events_of
 from megatron_ft.cli.report.page import page
 from megatron_ft.supervisor.event_log import RecordedEvent
 

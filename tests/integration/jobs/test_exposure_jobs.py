@@ -103,7 +103,7 @@ class Losses:
             wait_until(job, still_now, "for snapshots and drains to stop")
 
     def shown(self) -> dict[str, Any]:
-        """What status shows, once heartbeats have brought what the coordinator knows."""
+        """The exposure in status, once heartbeats have brought the newest summary."""
         job, coordinator = self.job, self.job.supervisor.coordinator
         shown = dict[str, Any]()
 
@@ -136,7 +136,7 @@ def job_of(folder: Path, drain_dir: Path | None = None) -> Job:
 
 
 def elsewhere(capsys: pytest.CaptureFixture[str], *where: str) -> bool:
-    """Whether status and top of a machine without an SMP show nodes and a measured restart."""
+    """True if status and top of a machine without an SMP show nodes and a measured restart."""
     if cli(["status", *where]):
         return False
     shown = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Which nodes are not used after a vote or after failures: pure decisions."""
+"""Nodes that are not used after a vote or after failures: pure decisions."""
 
 from __future__ import annotations
 
