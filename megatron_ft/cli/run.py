@@ -125,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KINDS",
         type=_kinds,
         default=DEFAULT_KINDS,
-        help=f"kinds of events for --notify-command (default: {','.join(DEFAULT_KINDS)})",
+        help=f"kinds of events for --notify-command (default: {', '.join(DEFAULT_KINDS)})",
     )
     parser.add_argument(
         "--health-command",
@@ -138,7 +138,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--health-seconds",
         type=_seconds,
         default=30.0,
-        help="then the health command is killed, and says nothing of the node (%(default)g)",
+        help="longest run of the health command; it is killed then, and the node counts as unknown "
+        "(%(default)g)",
     )
     parser.add_argument(
         "--from-scratch",
