@@ -25,8 +25,8 @@ from megatron_ft.config.json_section import (
 from megatron_ft.config.setting import Setting
 
 ROOT = Path(__file__).parents[1]
-MEGATRON = ROOT / "docs" / "megatron.md"
-DEEPSPEED = ROOT / "docs" / "deepspeed.md"
+MEGATRON = ROOT / "docs" / "how-to" / "megatron.md"
+DEEPSPEED = ROOT / "docs" / "how-to" / "deepspeed.md"
 SCHEMA = ROOT / "deepspeed_ext" / "inmem_snapshot.schema.json"
 BEGIN = "<!-- settings: written by scripts/flags_table.py -->"
 END = "<!-- end of settings -->"
