@@ -238,6 +238,24 @@ SETTINGS: Mapping[str, Setting] = {
 }
 """Every setting by its name, in the order of the documentation."""
 
+ADVANCED = "advanced"
+_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "protection": ("protect", "slots", "arena_dir"),
+    "disk": (
+        "drain_dir", "drain_interval", "drain_keep", "drain_stop_seconds", "drain_export_dir",
+        "checkpoint_dir", "time_limit_seconds",
+    ),
+    "failures": ("on_no_spare", "grow", "restart", "hang_seconds"),
+}  # fmt: skip
+
+
+def settings_by_group() -> Mapping[str, list[Setting]]:
+    """The settings of a job, in the groups of its help; ADVANCED has what few need."""
+    groups = {title: [SETTINGS[name] for name in names] for title, names in _GROUPS.items()}
+    usual = {name for names in _GROUPS.values() for name in names}
+    others = [s for s in SETTINGS.values() if s.job and s.name not in usual]
+    return {**groups, ADVANCED: others}
+
 
 @dataclass(frozen=True)
 class Source:
