@@ -12,7 +12,7 @@
 : "${DRAIN_STOP_SECONDS:=${MEGATRON_FT_DRAIN_STOP_SECONDS:-240}}"
 : "${SPARES:=1}"
 : "${RANKS_PER_NODE:=1}"
-: "${PROTECT:=rs:3+1}"
+: "${PROTECT:=}"
 : "${AFTER_TERM:=requeue}"
 : "${ON_NO_SPARE:=requeue}"
 : "${MAX_REQUEUES:=100}"
@@ -84,7 +84,7 @@ run_once() {
     # RUN_FLAGS are several words.
     # shellcheck disable=SC2086
     megatron-ft run --launcher slurm --job "$JOB" --spares "$SPARES" \
-        --ranks-per-node "$RANKS_PER_NODE" --protect "$PROTECT" --arena-dir "$ARENA_DIR" \
+        --ranks-per-node "$RANKS_PER_NODE" ${PROTECT:+--protect "$PROTECT"} --arena-dir "$ARENA_DIR" \
         --state-dir "$STATE_DIR" --drain-dir "$DRAIN_DIR" \
         --drain-interval "$DRAIN_INTERVAL" --on-no-spare "$on_no_spare" \
         ${EXPORT_DIR:+--drain-export-dir "$EXPORT_DIR"} \
