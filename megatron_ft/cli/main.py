@@ -29,6 +29,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
+    Command("init", "megatron_ft.cli.init", "write batch scripts, configurations and examples"),
     Command("run", "megatron_ft.cli.run", "run a training command under protection"),
     Command("doctor", "megatron_ft.cli.doctor.command", "say before training what would go wrong"),
     Command("plan", "megatron_ft.cli.plan.command", "forecast memory, traffic, survival and ETTR"),
