@@ -178,12 +178,6 @@ class Drains:
         durable = self._coordinator.durable
         return durable is not None and durable[0] >= snapshot
 
-    async def export_durable(self, node: str, directory: Path) -> None:
-        """Export what is on disk, on one node; a failure is an event and counted."""
-        durable = self._coordinator.durable
-        if durable is not None and self._spec.settings.drain_dir is not None:
-            await self._export(self._plan(*durable, "", directory.absolute()), node)
-
     async def abandon(self) -> None:
         """This incarnation has ended: end the drain that runs.  Nothing waits for nodes or
         disks."""
