@@ -9,6 +9,7 @@
 : "${STATE_DIR:=$PWD/megatron-ft-state}"
 : "${DRAIN_DIR:=$PWD/megatron-ft-checkpoints}"
 : "${DRAIN_INTERVAL:=500}"
+: "${DRAIN_MINUTES:=30}"
 : "${DRAIN_STOP_SECONDS:=${MEGATRON_FT_DRAIN_STOP_SECONDS:-240}}"
 : "${SPARES:=1}"
 : "${RANKS_PER_NODE:=1}"
@@ -86,7 +87,7 @@ run_once() {
     megatron-ft run --launcher slurm --job "$JOB" --spares "$SPARES" \
         --ranks-per-node "$RANKS_PER_NODE" ${PROTECT:+--protect "$PROTECT"} --arena-dir "$ARENA_DIR" \
         --state-dir "$STATE_DIR" --drain-dir "$DRAIN_DIR" \
-        --drain-interval "$DRAIN_INTERVAL" --on-no-spare "$on_no_spare" \
+        --drain-interval "$DRAIN_INTERVAL" --drain-minutes "$DRAIN_MINUTES" --on-no-spare "$on_no_spare" \
         ${EXPORT_DIR:+--drain-export-dir "$EXPORT_DIR"} \
         ${SRUN_FLAGS:+"--srun-flags=$SRUN_FLAGS"} $RUN_FLAGS -- "$@" &
     child=$!
