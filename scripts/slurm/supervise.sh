@@ -6,6 +6,7 @@
 
 # The tasks of an array (--array=1-N%1) continue one another: they share the array's state.
 : "${JOB:=${SLURM_JOB_NAME:?run this inside a Slurm job}${SLURM_ARRAY_JOB_ID:+-$SLURM_ARRAY_JOB_ID}}"
+: "${CHECK_ONLY:=}"
 : "${STATE_DIR:=$PWD/megatron-ft-state}"
 : "${DRAIN_DIR:=$PWD/megatron-ft-checkpoints}"
 : "${DRAIN_INTERVAL:=500}"
@@ -84,7 +85,7 @@ trap on_usr1 USR1
 run_once() {
     # RUN_FLAGS are several words.
     # shellcheck disable=SC2086
-    megatron-ft run --launcher slurm --job "$JOB" --spares "$SPARES" \
+    megatron-ft ${CHECK_ONLY:-run} --launcher slurm --job "$JOB" --spares "$SPARES" \
         --ranks-per-node "$RANKS_PER_NODE" ${PROTECT:+--protect "$PROTECT"} --arena-dir "$ARENA_DIR" \
         --state-dir "$STATE_DIR" --drain-dir "$DRAIN_DIR" \
         --drain-interval "$DRAIN_INTERVAL" --drain-minutes "$DRAIN_MINUTES" --on-no-spare "$on_no_spare" \
@@ -238,6 +239,11 @@ go_on() {
 
 supervise() {
     local reason="" keeper
+    if [ -n "$CHECK_ONLY" ]; then
+        CHECK_ONLY=doctor
+        run_once "$@"
+        exit "$code"
+    fi
     keep_deputies &
     keeper=$!
     # Else bash would say that it was terminated.
