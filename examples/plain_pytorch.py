@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_ft import SnapshotConfig, SnapshotManager, run_resilient
-from megatron_ft.trainer.state import RngState
+from megatron_ft import RngState, SnapshotConfig, SnapshotManager, run_resilient
 
 
 def arguments() -> argparse.Namespace:

@@ -36,6 +36,8 @@ SCHEMA = ROOT / "deepspeed_ext" / "inmem_snapshot.schema.json"
 BEGIN = "<!-- written by scripts/flags_table.py -->"
 END = "<!-- end of what scripts/flags_table.py writes -->"
 
+_RUN = next(command for command in COMMANDS if command.name == "run")
+
 CLIENT_STATE_HELP = (
     "Entries of the script's client_state by name, each with the engine's counter that it follows "
     f"({', '.join(COUNTERS)}) or {CONSTANT}. A restart computes their values for its step."
@@ -85,7 +87,7 @@ def _command(command: Command) -> Iterator[str]:
     yield f"## {command.name}"
     yield _prose(module.__doc__ or "")
     actions = _actions(command)
-    shared = _actions(COMMANDS[0]) if command.name == "doctor" else {}
+    shared = _actions(_RUN) if command.name == "doctor" else {}
     rows = [_argument(actions[name]) for name in actions if name not in {*SETTINGS, *shared}]
     if rows:
         yield _table([("argument", "meaning"), *rows])
@@ -122,6 +124,7 @@ def _argument(action: argparse.Action) -> tuple[str, str]:
 def _prose(text: str) -> str:
     """Text of a docstring or help as Markdown: its examples as code, its pages as links."""
     text = re.sub(r"(?:^  .*\n?)+", _code, text.strip().replace("``", "`"), flags=re.MULTILINE)
+    text = re.sub(r"\n{3,}", "\n\n", text)
     return re.sub(r"docs/(\S+)/(\S+)\.md", r"[\2](../\1/\2.md)", text)
 
 

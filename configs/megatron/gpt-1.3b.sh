@@ -12,6 +12,7 @@
 
 NODES=4
 GPUS_PER_NODE=8
+: "${PROTECT:=rs:3+1}"
 # Before Blackwell, overlapped communication needs one queue to the device.
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
@@ -59,7 +60,7 @@ PARALLEL_ARGS=(
 SNAPSHOT_ARGS=(
     --inmem-snapshot
     --inmem-snapshot-interval 10
-    --inmem-protect rs:3+1
+    --inmem-protect "$PROTECT"
 )
 
 MEGATRON_ARGS=(

@@ -11,6 +11,7 @@
 
 NODES=2
 GPUS_PER_NODE=8
+: "${PROTECT:=xor:2}"
 # Before Blackwell, overlapped communication needs one queue to the device.
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
@@ -58,7 +59,7 @@ PARALLEL_ARGS=(
 SNAPSHOT_ARGS=(
     --inmem-snapshot
     --inmem-snapshot-interval 20
-    --inmem-protect xor:2
+    --inmem-protect "$PROTECT"
 )
 
 MEGATRON_ARGS=(

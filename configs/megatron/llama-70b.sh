@@ -11,6 +11,7 @@
 
 NODES=64
 GPUS_PER_NODE=8
+: "${PROTECT:=rs:6+2}"
 # Before Blackwell, overlapped communication needs one queue to the device.
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
@@ -69,7 +70,7 @@ PARALLEL_ARGS=(
 SNAPSHOT_ARGS=(
     --inmem-snapshot
     --inmem-snapshot-interval 2
-    --inmem-protect rs:6+2
+    --inmem-protect "$PROTECT"
 )
 
 MEGATRON_ARGS=(

@@ -11,6 +11,7 @@
 
 NODES=8
 GPUS_PER_NODE=8
+: "${PROTECT:=rs:6+2}"
 # Before Blackwell, overlapped communication needs one queue to the device.
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
@@ -66,7 +67,7 @@ PARALLEL_ARGS=(
 SNAPSHOT_ARGS=(
     --inmem-snapshot
     --inmem-snapshot-interval 5
-    --inmem-protect rs:6+2
+    --inmem-protect "$PROTECT"
 )
 
 MEGATRON_ARGS=(

@@ -11,9 +11,10 @@ if [[ -n "${CHECKPOINT_DIR:-}" ]]; then
         --inmem-checkpoint-dir "$CHECKPOINT_DIR"
     )
 fi
+: "${DRAIN_INTERVAL:=200}"
 if [[ -n "${DRAIN_DIR:-}" ]]; then
     STORAGE_ARGS+=(
         --inmem-drain-dir "$DRAIN_DIR"
-        --inmem-drain-interval 200
+        --inmem-drain-interval "$DRAIN_INTERVAL"
     )
 fi

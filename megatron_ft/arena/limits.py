@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_ft.arena.format import Geometry
+from megatron_ft.arena.format import BLOCK_BYTES, Geometry
 from megatron_ft.core.errors import ArenaMemoryError
+from megatron_ft.core.scheme import Scheme
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 PROC = Path("/proc")
@@ -49,6 +50,18 @@ _V1 = _CgroupFiles(
     ("total_inactive_file", "total_active_file"),
     "memory.oom_control",
 )
+
+
+def node_bytes(shard_bytes: int, ranks_per_node: int, slot_count: int, actual: Scheme) -> int:
+    """Bytes of a node's arenas, headers included, with stripes of the ``actual`` scheme."""
+    geometry = Geometry.for_stripe(
+        slot_count=slot_count,
+        required_bytes=shard_bytes,
+        data_members=actual.data_members,
+        parity_members=actual.parity_members,
+        block_bytes=BLOCK_BYTES,
+    )
+    return ranks_per_node * geometry.file_bytes
 
 
 def describe_requirement(geometry: Geometry, parity_members: int, data_members: int) -> str:

@@ -91,7 +91,9 @@ def add_folders(parser: argparse.ArgumentParser) -> None:
 def add_source(parser: argparse.ArgumentParser) -> None:
     """Declare ``--job`` or ``--from``, ``--iteration`` and the folders of ``open_source``."""
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--job", default="job", help="job whose memory is read (%(default)s)")
+    source.add_argument(
+        "--job", default="job", help="job whose memory is read (default: %(default)s)"
+    )
     source.add_argument(
         "--from", dest="source", type=Path, metavar="DRAINED", help="drained checkpoint instead"
     )

@@ -33,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--iteration", type=int, help="this one instead of the newest")
     common.add_folders(parser)
     parser.add_argument(
-        "--bandwidth-mib", type=float, default=0.0, help="most MiB/s, 0 for no limit (%(default)s)"
+        "--bandwidth-mib",
+        type=float,
+        default=0.0,
+        help="most MiB/s, 0 for no limit (default: %(default)s)",
     )
 
 

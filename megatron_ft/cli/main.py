@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from megatron_ft import __version__
 from megatron_ft.cli.common import discard_output, flush_output, show_any_text
-from megatron_ft.core.errors import MegatronFTError, MissingEnvironmentError
+from megatron_ft.cli.parser import HELP_ALL, CommandParser, suggestion
+from megatron_ft.core.errors import ConfigError, MegatronFTError, MissingEnvironmentError
 
 
 class Command(NamedTuple):
@@ -28,6 +29,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
+    Command("init", "megatron_ft.cli.init", "write batch scripts, configurations and examples"),
     Command("run", "megatron_ft.cli.run", "run a training command under protection"),
     Command("doctor", "megatron_ft.cli.doctor.command", "say before training what would go wrong"),
     Command("plan", "megatron_ft.cli.plan.command", "forecast memory, traffic, survival and ETTR"),
@@ -97,6 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     command = next((c for c in COMMANDS if argv[:1] == [c.name]), None)
+    if command is None and argv and not argv[0].startswith("-"):
+        near = suggestion(argv[0], [c.name for c in COMMANDS])
+        raise ConfigError(f"there is no command {argv[0]!r}{near or '; see `megatron-ft --help`'}")
     if command is None:
         # Prints help or version and leaves, or refuses what is no subcommand.
         _overview_parser().parse_args(argv)
@@ -115,11 +120,11 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _run(command: Command, module: ModuleType, argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=f"megatron-ft {command.name}",
         description=module.__doc__,
         epilog=_exit_code_text({**EXIT_CODES, **getattr(module, "EXIT_CODES", {})}),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        everything=HELP_ALL in argv,
     )
     module.add_arguments(parser)
     parser.set_defaults(command=command.name)

@@ -9,6 +9,9 @@ Nodes are virtual (groups of processes of this machine) by default.  They are th
 job in whose batch script this runs (docs/how-to/slurm.md), or those on which another launcher
 started an agent (docs/how-to/launchers.md).  If this command itself is killed, run it again with
 the same --job: it takes over the snapshots in memory.
+
+Settings may stand in the training command instead, as --inmem-<name>, and then must not
+contradict these.  The environment (MEGATRON_FT_<NAME>) gives the settings without a flag.
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ from pathlib import Path
 
 from megatron_ft.cli import run_place
 from megatron_ft.cli.common import say
+from megatron_ft.cli.parser import HELP_ALL, for_few
 from megatron_ft.cli.run_folders import RunSummary, folders_ready, make_folder
 from megatron_ft.cli.run_place import RunPlace
 from megatron_ft.cli.training_command import (
-    SHARED,
     check_command,
     check_torchrun,
     command_of,
@@ -38,6 +41,7 @@ from megatron_ft.cli.training_command import (
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.config.flags import argument_type, help_of
 from megatron_ft.config.setting import FOLDER
+from megatron_ft.config.settings import ADVANCED, settings_by_group
 from megatron_ft.core import isal
 from megatron_ft.core.errors import (
     ConfigError,
@@ -47,6 +51,7 @@ from megatron_ft.core.errors import (
 )
 from megatron_ft.core.identity import SHRINK
 from megatron_ft.launchers.slurm.allocation import NO_KILL_ADVICE, no_kill
+from megatron_ft.launchers.virtual import visible_devices
 from megatron_ft.supervisor.event_log import EVENTS, EventLog
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState, state_folder
@@ -75,97 +80,123 @@ EXIT_CODES: Mapping[int, str] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``megatron-ft run``."""
-    parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
+    """The flags of ``megatron-ft run``, in groups."""
+    parser.usage = "%(prog)s [flags] -- COMMAND ..."
+    parser.add_argument(HELP_ALL, action="help", help="show also the flags that few need")
+    _add_job(parser)
+    run_place.add_arguments(parser)
+    _add_settings(parser)
+    _add_commands(parser.add_argument_group("commands of yours"))
     parser.add_argument(
+        "training_command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="the training"
+    )
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the job")
+    group.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
+    group.add_argument(
         "--nodes",
         type=int,
         help=f"nodes that train (default: {run_place.VIRTUAL_NODES}; with --launcher slurm all of "
         "the allocation but the spares)",
     )
-    parser.add_argument("--spares", type=int, default=0, help="nodes in reserve (%(default)s)")
-    parser.add_argument(
+    group.add_argument(
+        "--spares", type=int, default=0, help="nodes in reserve (default: %(default)s)"
+    )
+    group.add_argument(
         "--ranks-per-node",
         type=int,
+        metavar="N",
         help="trainers a node (default: torchrun's --nproc-per-node in the command, else 1)",
     )
-    parser.add_argument(
-        "--trainer-per-node",
-        action="store_true",
-        help="start the command once per node: it is a script that runs torchrun, which starts "
-        "the node's trainers (set by itself where the command is torchrun)",
-    )
-    parser.add_argument(
-        "--warm-start",
-        choices=("on", "off"),
-        default="on",
-        help="fork trainers from a process on each node that has imported what they need, if the "
-        "command is a Python script or module (default: on)",
-    )
-    run_place.add_arguments(parser)
-    parser.add_argument(
+    group.add_argument(
         "--failure-domains",
         metavar="FILE",
         help="which nodes fail together: a file of lines `rack1: node[0-3],node7` (default: each "
         "node is alone)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--state-dir",
         type=Path,
+        metavar="DIR",
         help="where the job's notes are kept; all nodes must see it",
     )
-    parser.add_argument("--log-dir", type=Path, help="where the processes' output goes")
-    parser.add_argument(
-        "--notify-command",
-        metavar="CMD",
-        help="a shell command to run for an event, which it gets as JSON on its standard input",
-    )
-    parser.add_argument(
-        "--notify-on",
-        metavar="KINDS",
-        type=_kinds,
-        default=DEFAULT_KINDS,
-        help=f"kinds of events for --notify-command (default: {', '.join(DEFAULT_KINDS)})",
-    )
-    parser.add_argument(
-        "--health-command",
-        metavar="CMD",
-        type=_health_command,
-        help="a shell command to run on each node before each start: a node where it fails is not "
-        "used while a spare is free",
-    )
-    parser.add_argument(
-        "--health-seconds",
-        type=_seconds,
-        default=30.0,
-        help="longest run of the health command; it is killed then, and the node counts as unknown "
-        "(%(default)g)",
-    )
-    parser.add_argument(
+    group.add_argument("--log-dir", type=Path, metavar="DIR", help="where the output goes")
+    group.add_argument(
         "--from-scratch",
         action="store_true",
         help="when neither memory nor disk has a state, start again from nothing",
     )
-    group = parser.add_argument_group(
-        "settings of the job",
-        "They may stand in the training command instead, as --inmem-<name>, and then must not "
-        "contradict these; what no flag gives is read from MEGATRON_FT_<NAME>.",
-    )
-    for setting in SHARED:
-        group.add_argument(
-            setting.run_flag,
-            type=argument_type(setting),
-            metavar=setting.name.upper(),
-            help=help_of(setting),
-        )
-    parser.add_argument(
+    group.add_argument(
         "--restore-from",
         type=_folder,
         metavar="DIR",
         help="a drained checkpoint, of any job of the same shape, to start from when the job has "
         "nothing newer of its own",
     )
-    parser.add_argument("training_command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+    group.add_argument(
+        "--trainer-per-node",
+        action="store_true",
+        help=for_few(
+            parser,
+            "start the command once per node: it is a script that runs torchrun, which starts the "
+            "node's trainers (set by itself where the command is torchrun)",
+        ),
+    )
+    group.add_argument(
+        "--warm-start",
+        choices=("on", "off"),
+        default="on",
+        help=for_few(
+            parser,
+            "fork trainers from a process on each node that has imported what they need, if the "
+            "command is a Python script or module (default: on)",
+        ),
+    )
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    for title, settings in settings_by_group().items():
+        group = parser.add_argument_group(title)
+        for setting in settings:
+            text = help_of(setting)
+            group.add_argument(
+                setting.run_flag,
+                type=argument_type(setting),
+                metavar=setting.metavar,
+                help=for_few(parser, text) if title == ADVANCED else text,
+            )
+
+
+def _add_commands(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--notify-command",
+        metavar="CMD",
+        help="a shell command to run for an event, which it gets as JSON on its standard input",
+    )
+    group.add_argument(
+        "--notify-on",
+        metavar="KINDS",
+        type=_kinds,
+        default=DEFAULT_KINDS,
+        help=f"kinds of events for --notify-command (default: {', '.join(DEFAULT_KINDS)})",
+    )
+    group.add_argument(
+        "--health-command",
+        metavar="CMD",
+        type=_health_command,
+        help="a shell command to run on each node before each start: a node where it fails is not "
+        "used while a spare is free",
+    )
+    group.add_argument(
+        "--health-seconds",
+        type=_seconds,
+        metavar="SECONDS",
+        default=30.0,
+        help="longest run of the health command; it is killed then, and the node counts as unknown "
+        "(default: %(default)g)",
+    )
 
 
 def _folder(text: str) -> Path:
@@ -210,12 +241,24 @@ def main(arguments: argparse.Namespace) -> int:
             "megatron-ft: warning: --no-kill is not seen: without it Slurm kills the whole job, "
             f"and its memory, when a node is lost; {NO_KILL_ADVICE}"
         )
+    _warn_of_shared_devices(arguments, place.nodes)
     code = 1
     try:
         code = _supervise(arguments, command, settings, place)
     finally:
         place.leave(code)
     return code
+
+
+def _warn_of_shared_devices(arguments: argparse.Namespace, nodes: int) -> None:
+    if arguments.launcher != run_place.VIRTUAL:
+        return
+    ranks, devices = nodes * (arguments.ranks_per_node or 1), len(visible_devices(os.environ))
+    if 0 < devices < ranks:
+        say(
+            f"megatron-ft: warning: {ranks} ranks share {devices} GPUs, which NCCL refuses: give "
+            "fewer --nodes, or let the training command use gloo"
+        )
 
 
 def _supervise(
@@ -249,11 +292,13 @@ def _supervise(
             raise
         for line in end.lines():
             say(line)
+        if not state.record.committed:
+            say(end.unprotected())
+        elif code:
+            say(place.hint)
         if code == 0:
             state.remove()
             place.clean()
-        else:
-            say(place.hint)
     return code
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from megatron_ft.checkpoint.disk_format import DiskCalls
 from megatron_ft.checkpoint.export_drained import Holder, hold
 from megatron_ft.cli.common import say
+from megatron_ft.config import SWITCH
+from megatron_ft.config.json_section import SECTION
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.process_tools import in_thread
 from megatron_ft.supervisor.events import JobEvent
@@ -83,14 +85,17 @@ def make_folder(flag: str, folder: Path | None) -> None:
 
 
 class RunSummary:
-    """An observer that remembers where the newest files are, for the end of the job."""
+    """An observer that remembers what the last lines of a run are about: files, and protection."""
 
     def __init__(self) -> None:
         self._places: dict[str, str] = {}
+        self._registered = False
 
     def __call__(self, event: JobEvent) -> None:
         """Record an event."""
-        if event.kind == "drained":
+        if event.kind == "training":
+            self._registered = True
+        elif event.kind == "drained":
             fields = event.fields
             self._places["on disk"] = f"iteration {fields['iteration']}: {fields['folder']}"
         elif event.kind == "exported":
@@ -99,3 +104,11 @@ class RunSummary:
     def lines(self) -> list[str]:
         """Lines for people, one a place."""
         return [f"{name}: {place}" for name, place in self._places.items()]
+
+    def unprotected(self) -> str:
+        """A warning for a job that ends without ever having committed a snapshot."""
+        why = "no snapshot was committed"
+        if not self._registered:
+            why = f"no rank asked for snapshots: does the command have {SWITCH}, or its JSON file "
+            why += f"{SECTION!r}?"
+        return f"megatron-ft: warning: nothing was protected; {why}"

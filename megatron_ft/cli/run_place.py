@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.cli.common import say
+from megatron_ft.cli.parser import for_few
 from megatron_ft.core.environment import check_names
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.identity import HOLD, STOP
@@ -76,7 +77,8 @@ class RunPlace:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that choose a place."""
-    parser.add_argument(
+    group = parser.add_argument_group("the nodes")
+    group.add_argument(
         "--launcher",
         choices=(VIRTUAL, SLURM, NODES, HOSTFILE),
         default=VIRTUAL,
@@ -85,47 +87,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "has started this same command, once on each; hostfile: those in --hostfile (default: "
         "%(default)s; docs/how-to/launchers.md)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--hostfile",
         type=Path,
         metavar="FILE",
         help="lines `name slots=8`, as for mpirun and deepspeed; spares come last",
     )
-    parser.add_argument(
-        "--remote-shell",
-        metavar="COMMAND",
-        help=f"how --launcher hostfile reaches a host, whose name follows (default: {_SSH})",
-    )
-    parser.add_argument(
-        "--node-rank",
-        type=int,
-        help="with --launcher nodes: number of this node, where the launcher's variables do not "
-        "say it; 0 supervises",
-    )
-    parser.add_argument(
-        "--node-name", help="with --launcher nodes: name of this node (default: its host name)"
-    )
-    parser.add_argument(
-        "--address", help="address of this machine at which the agents of all nodes reach it"
-    )
-    parser.add_argument(
-        "--srun-flags",
-        default="",
-        metavar="FLAGS",
-        help="more flags for each srun, as one word: --srun-flags='--container-image=...'",
-    )
-    parser.add_argument(
+    group.add_argument(
         "--hold-seconds",
         type=float,
         default=HOLD_SECONDS,
-        help="longest wait of --on-no-spare hold, then stop (%(default)g)",
+        metavar="SECONDS",
+        help="longest wait of --on-no-spare hold, then stop (default: %(default)g)",
     )
-    parser.add_argument(
+    for flag, metavar, text in (
+        (
+            "--remote-shell",
+            "COMMAND",
+            f"how --launcher hostfile reaches a host, whose name follows (default: {_SSH})",
+        ),
+        (
+            "--node-name",
+            "NAME",
+            "with --launcher nodes: name of this node (default: its host name)",
+        ),
+        ("--address", "ADDRESS", "address of this machine at which agents of all nodes reach it"),
+    ):
+        group.add_argument(flag, metavar=metavar, help=for_few(parser, text))
+    group.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="N",
+        help=for_few(
+            parser,
+            "with --launcher nodes: number of this node, where the launcher's variables do not "
+            "say it; 0 supervises",
+        ),
+    )
+    group.add_argument(
+        "--srun-flags",
+        default="",
+        metavar="FLAGS",
+        help=for_few(
+            parser, "more flags for each srun, as one word: --srun-flags='--container-image=...'"
+        ),
+    )
+    group.add_argument(
         "--sbatch-flags",
         default="",
         metavar="FLAGS",
-        help="more flags for the sbatch of a replacement host, as one word: "
-        "--sbatch-flags=--gpus-per-node=8",
+        help=for_few(
+            parser,
+            "more flags for the sbatch of a replacement host, as one word: "
+            "--sbatch-flags=--gpus-per-node=8",
+        ),
     )
 
 

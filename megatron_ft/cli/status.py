@@ -86,7 +86,7 @@ def recorded(job: str | None, state_dir: Path | None) -> Iterator[tuple[str, dic
         with suppress(OSError, ValueError, *(() if job else (UntrustedFileError,))):
             found = json.loads(private_files.read_file(path))
             age = time.time() - found["time"]
-            supervised = age < FRESH_SECONDS
+            supervised = age < FRESH_SECONDS and not found.get("ended")
             if job or supervised:
                 entry = {**found, "nodes": {}, "supervised": supervised}
                 yield path.parent.name, {**entry, "file": str(path), "age": round(age, 1)}
@@ -131,11 +131,10 @@ def render(name: str, job: dict[str, Any]) -> str:
         if "error" in view:
             lines.append(f"{node:10} {view['error']}")
         elif not view["shards"]:
-            moved = job["summary"].get("moves", {}).get(node, {}).get("state") == "moved"
-            lines.append(f"{node:10} {'(evacuated)' if moved else '(spare)':20}")
+            lines.append(f"{node:10} {_without_shard(node, job['summary']):20}")
         else:
             lines += [_shard_line(node, s, v, view) for s, v in view["shards"].items()]
-    if "file" in job:
+    if "file" in job and not job["nodes"]:
         lines.append(f"no SMP of it answers here; its supervisor wrote this {job['age']:.0f} s ago")
     summary = job["summary"]
     lines += _exposure_lines(summary)
@@ -148,6 +147,12 @@ def render(name: str, job: dict[str, Any]) -> str:
     if job["nodes"]:
         lines.append(_scrub_line(job))
     return "\n".join(lines)
+
+
+def _without_shard(node: str, summary: dict[str, Any]) -> str:
+    if summary.get("moves", {}).get(node, {}).get("state") == "moved":
+        return "(evacuated)"
+    return "(spare)" if node in summary.get("idle", [node]) else "(no shard yet)"
 
 
 def exposure(summary: dict[str, Any]) -> dict[str, Any]:
@@ -257,8 +262,9 @@ def _headline(job: dict[str, Any]) -> str:
     paused += skipped if summary.get("skipping_for") else ""
     if summary.get("skipped"):
         paused += f", {summary['skipped']} skipped so far"
+    iteration = "none" if summary["iteration"] < 0 else summary["iteration"]
     return (
-        f"incarnation {summary['incarnation']}, iteration {summary['iteration']}, "
+        f"incarnation {summary['incarnation']}, iteration {iteration}, "
         f"encoders {summary['encoders']}{paused}; {exposed}"
     )
 

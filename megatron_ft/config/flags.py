@@ -22,7 +22,7 @@ from megatron_ft.config import (
     nearest,
     refuse,
 )
-from megatron_ft.config.setting import FLAG_PREFIX, Setting
+from megatron_ft.config.setting import FLAG_PREFIX, FOLDER, Setting
 from megatron_ft.core.environment import JOB
 from megatron_ft.core.errors import ConfigError
 
@@ -44,15 +44,17 @@ def add_flags(group: Any) -> None:
             setting.flag,
             type=argument_type(setting),
             default=None,
-            metavar=setting.name.upper(),
+            metavar=setting.metavar,
             help=help_of(setting),
         )
 
 
 def help_of(setting: Setting) -> str:
     """The text that ``--help`` shows: meaning, allowed values, unit, default."""
-    unit = f" {setting.unit}" if setting.unit and setting.default is not None else ""
-    text = f"{setting.help} Give {setting.allowed}. Default: {setting.shown_default}{unit}."
+    known = [] if setting.kind is FOLDER else [setting.allowed]
+    if setting.default is not None:
+        known.append(f"default: {setting.shown_default} {setting.unit}".rstrip())
+    text = f"{setting.help} ({'; '.join(known)})" if known else setting.help
     return text.replace("%", "%%")
 
 

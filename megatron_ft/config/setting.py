@@ -27,10 +27,11 @@ class ValueType:
     """A type of values: its name for people and how text or a number becomes one.
 
     ``convert`` raises ValueError for what is not of this type.  ``json_types`` are what JSON
-    calls it.
+    calls it, ``metavar`` is its word in help texts.
     """
 
     name: str
+    metavar: str
     convert: Callable[[Any], Any]
     json_types: tuple[str, ...]
 
@@ -64,16 +65,19 @@ def _folder(value: Any) -> Path:
     return folder
 
 
-WHOLE = ValueType("a whole number", _whole, ("integer",))
+WHOLE = ValueType("a whole number", "N", _whole, ("integer",))
 INTERVAL = ValueType(
     "a whole number, or auto",
+    "N|auto",
     lambda value: AUTO if value == AUTO else _whole(value),
     ("integer", "string"),
 )
-NUMBER = ValueType("a finite number", _number, ("number",))
-FOLDER = ValueType("a folder", _folder, ("string",))
-WORD = ValueType("a word", str, ("string",))
-SCHEME = ValueType("a redundancy scheme", lambda value: str(Scheme.parse(str(value))), ("string",))
+NUMBER = ValueType("a finite number", "X", _number, ("number",))
+FOLDER = ValueType("a folder", "DIR", _folder, ("string",))
+WORD = ValueType("a word", "WORD", str, ("string",))
+SCHEME = ValueType(
+    "a redundancy scheme", "SCHEME", lambda value: str(Scheme.parse(str(value))), ("string",)
+)
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,11 @@ class Setting:
     def variable(self) -> str:
         """The environment variable."""
         return ENVIRONMENT_PREFIX + self.name.upper()
+
+    @property
+    def metavar(self) -> str:
+        """The word that stands for a value in help texts: its unit, or its kind."""
+        return self.unit.upper() if self.kind is NUMBER and self.unit else self.kind.metavar
 
     @property
     def shown_default(self) -> str:

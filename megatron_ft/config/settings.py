@@ -103,6 +103,15 @@ class SnapshotConfig:
         "iterations",
         needs_drain_dir=True,
     )
+    drain_minutes: float = number(
+        0.0,
+        "Most minutes between snapshots that are written to the drain folder: it bounds what the "
+        "loss of all nodes costs. 0: no bound.",
+        allowed="minutes >= 0",
+        accepts=lambda v: v >= 0,
+        unit="minutes",
+        needs_drain_dir=True,
+    )
     drain_keep: int = whole(
         2,
         "Snapshots kept in the drain folder, and exports of them; older ones are removed.",
@@ -209,7 +218,8 @@ class SnapshotConfig:
         """Settings of a drain without folder or interval: the user who gave them expects files."""
         if self.drain_dir is not None:
             never = f"drain_dir is {self.drain_dir}, but drain_interval is 0: nothing is written"
-            return [] if self.drain_interval else [f"{never}; give both"]
+            drains = self.drain_interval or self.drain_minutes
+            return [] if drains else [f"{never}; give both, or drain_minutes"]
         return [
             f"{name} is {getattr(self, name)}, but there is no drain_dir to write to; give both"
             for name, declared in SETTINGS.items()
@@ -237,6 +247,24 @@ SETTINGS: Mapping[str, Setting] = {
     for f in dataclasses.fields(SnapshotConfig)
 }
 """Every setting by its name, in the order of the documentation."""
+
+ADVANCED = "advanced"
+_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "protection": ("protect", "slots", "arena_dir"),
+    "disk": (
+        "drain_dir", "drain_interval", "drain_minutes", "drain_keep", "drain_stop_seconds",
+        "drain_export_dir", "checkpoint_dir", "time_limit_seconds",
+    ),
+    "failures": ("on_no_spare", "grow", "restart", "hang_seconds"),
+}  # fmt: skip
+
+
+def settings_by_group() -> Mapping[str, list[Setting]]:
+    """The settings of a job, in the groups of its help; ADVANCED has what few need."""
+    groups = {title: [SETTINGS[name] for name in names] for title, names in _GROUPS.items()}
+    usual = {name for names in _GROUPS.values() for name in names}
+    others = [s for s in SETTINGS.values() if s.job and s.name not in usual]
+    return {**groups, ADVANCED: others}
 
 
 @dataclass(frozen=True)

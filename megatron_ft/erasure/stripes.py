@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.core.errors import ProtectionError
-from megatron_ft.core.scheme import Scheme, largest_scheme
+from megatron_ft.core.scheme import MAX_MEMBERS, Scheme, largest_scheme
 
 Domains = Mapping[str, str]
 """Failure domain by node; a node that is not named is a domain of its own."""
@@ -84,17 +84,20 @@ def crowded(
 def possible_scheme(node_count: int, largest_domain: int, wanted: Scheme) -> Scheme | None:
     """The scheme nearest to the wanted one that these nodes can have, None if there is none.
 
-    As much parity as wanted or else less; only where that is impossible more.
+    As much parity as wanted or else less, in longer stripes if need be; only where that is
+    impossible more parity.
     """
     parities = [*range(wanted.parity_members, 0, -1), *range(wanted.parity_members + 1, node_count)]
     for parity in parities:
         kind = wanted.kind if wanted.kind != "xor" or parity == 1 else "rs"
-        data = 1 if kind == "replica" else min(wanted.data_members, node_count - parity)
-        if data < 1:
-            continue
-        scheme = Scheme(kind, data, parity)
-        if stripe_sets(node_count, largest_domain, scheme) is not None:
-            return scheme
+        most = node_count - parity
+        shortest = min(wanted.data_members, most)
+        for data in [1] if kind == "replica" else range(shortest, most + 1):
+            if data < 1 or data + parity > MAX_MEMBERS:
+                continue
+            scheme = Scheme(kind, data, parity)
+            if stripe_sets(node_count, largest_domain, scheme) is not None:
+                return scheme
     return None
 
 

@@ -170,6 +170,13 @@ class Launcher(ABC):
         self._mpi = self._mpi or find_mpi()
         return self._mpi
 
+    def devices(self, index: int, ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
+        """Variables that show the ``ranks`` of the node with this index their devices.
+
+        {}: they see all devices of their machine.
+        """
+        return {}
+
     def _marked(self, node: str, env: Mapping[str, str]) -> dict[str, str]:
         marks = {JOB: self.job, NODE: node, NODE_DIR: str(self.node_dir(node))}
         return {INCARNATION: "0", **env, **marks}

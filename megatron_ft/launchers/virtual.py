@@ -21,11 +21,20 @@ from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.world import WORLD, WORLD_NODES, Spread, WorldProcess, probe_world
 
 _END_SECONDS = 10.0
+DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def default_root() -> Path:
     """The default folder of the nodes' memory: one of this user's on a tmpfs."""
     return Path(f"/dev/shm/megatron-ft-{os.geteuid()}")
+
+
+def visible_devices(environment: Mapping[str, str]) -> list[str]:
+    """GPUs that a process with this environment sees, as CUDA_VISIBLE_DEVICES names them."""
+    if (named := environment.get(DEVICES)) is not None:
+        return [name for name in named.split(",") if name]
+    files = Path("/dev").glob("nvidia[0-9]*")
+    return sorted((path.name.removeprefix("nvidia") for path in files), key=int)
 
 
 class VirtualCluster(Launcher):
@@ -74,6 +83,17 @@ class VirtualCluster(Launcher):
     def address(self, node: str) -> str:
         """The loopback address."""
         return "127.0.0.1"
+
+    def devices(self, index: int, ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
+        """The node's part of this machine's GPUs, of which there may be too few: they wrap around.
+
+        It follows from the node's place in the job, so a spare gets those of the lost node.
+        """
+        visible = visible_devices(environment)
+        if len(visible) < ranks:
+            return {}
+        part = [visible[(index * ranks + local) % len(visible)] for local in range(ranks)]
+        return {DEVICES: ",".join(part)}
 
     def ready_file(self, node: str) -> Path:
         """File in the node's memory, which is this machine's."""

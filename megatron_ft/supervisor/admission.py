@@ -56,8 +56,10 @@ async def _admit(coordinator: Coordinator, node: str, request: m.Admit) -> m.Inv
         if answer is None or isinstance(answer, m.Inventory):
             return answer
         if answer.error == "LeaseHeld":
-            coordinator.observers.emit("waiting", f"node {node}: {answer.reason} s of lease left")
-            await asyncio.sleep(float(answer.reason))
+            left = float(answer.reason)
+            text = f"waiting {left:.0f} s for the end of an older supervisor's lease on {node}"
+            coordinator.observers.emit("waiting", text)
+            await asyncio.sleep(left)
         elif answer.error == "StaleIncarnationError":
             raise IncarnationHigherError(answer.reason)
         else:

@@ -237,10 +237,17 @@ class Connections(ABC):
         if link is not None:
             link.close()
 
-    async def close(self) -> None:
-        """End all tasks and connections; the SMPs stay."""
+    async def close(self, *, release: bool = False) -> None:
+        """End all tasks and connections; the SMPs stay.
+
+        ``release`` ends the leases, so that the next supervisor need not wait for them.  No
+        trainer may run then.
+        """
         for task in list(self._tasks):
             task.cancel()
+        # An SMP counts a lease from a clock of its own that it has told since it admitted us.
+        for seconds in (self.timing.lease, 0.0) if release else ():
+            await asyncio.gather(*(self._beat(link, seconds) for link in self.links.values()))
         for node in list(self.links):
             self.disconnect(node)
         self._context.term()
@@ -264,8 +271,9 @@ class Connections(ABC):
                 self.silent.set()
             await asyncio.sleep(self.timing.heartbeat)
 
-    async def _beat(self, link: SmpLink) -> None:
-        seconds = self.timing.lease
+    async def _beat(self, link: SmpLink, seconds: float | None = None) -> None:
+        """Renew the lease of a node for so long, by default as usual, and take its news."""
+        seconds = self.timing.lease if seconds is None else seconds
         news = self._unknown(link.summary)
         lease = m.Lease(
             self.incarnation, seconds, link.clock, news, self.scrub_percent,

@@ -74,9 +74,11 @@ def is_due(last: int, committed: int, interval: int, urgent: bool = False) -> bo
     """True if ``committed`` is to be drained when ``last`` was the iteration before.  Pure.
 
     What is ``urgent`` waits for no interval, but the same iteration is not drained again.  A lower
-    one is of training that has gone back, and what is on disk of what was given up.
+    one is of training that has gone back, and what is on disk of what was given up.  An interval
+    of 0 stands for none.
     """
-    return interval > 0 and (committed < last or committed >= last + (1 if urgent else interval))
+    step = 1 if urgent else interval
+    return step > 0 and (committed < last or committed >= last + step)
 
 
 def noted_places(before: DiskPlaces, spec: JobSpec) -> DiskPlaces:
@@ -117,7 +119,7 @@ class Drains:
         self._places: dict[str, str] = {}
         self._seats: dict[str, ShardPlacement] = {}
         self._lineage: tuple[Ancestor, ...] = ()
-        self._last = 0
+        self._last, self._taken_at = 0, time.monotonic()
         self._news, self._stalled = asyncio.Event(), asyncio.Event()
         self._ending = self._urgent = self._busy = False
         self._cap = spec.settings.drain_bandwidth_mib
@@ -142,7 +144,7 @@ class Drains:
         nodes."""
         self._places, self._seats, self._lineage = dict(places), dict(seats), lineage
         self._last = min(self._last, first)
-        if self._spec.settings.drain_interval:
+        if self._spec.settings.drain_interval or self._spec.settings.drain_minutes:
             self._ending, self._task = False, asyncio.create_task(self._keep())
 
     async def settle(self) -> None:
@@ -177,12 +179,6 @@ class Drains:
     def _is_durable(self, snapshot: SnapshotId) -> bool:
         durable = self._coordinator.durable
         return durable is not None and durable[0] >= snapshot
-
-    async def export_durable(self, node: str, directory: Path) -> None:
-        """Export what is on disk, on one node; a failure is an event and counted."""
-        durable = self._coordinator.durable
-        if durable is not None and self._spec.settings.drain_dir is not None:
-            await self._export(self._plan(*durable, "", directory.absolute()), node)
 
     async def abandon(self) -> None:
         """This incarnation has ended: end the drain that runs.  Nothing waits for nodes or
@@ -242,12 +238,20 @@ class Drains:
 
     def _next(self) -> DrainPlan | None:
         """The newest committed snapshot, if it is due."""
-        committed, interval = self._coordinator.committed, self._spec.settings.drain_interval
-        if committed is None or not is_due(self._last, committed[1], interval, self._urgent):
+        committed, settings, now = (
+            self._coordinator.committed,
+            self._spec.settings,
+            time.monotonic(),
+        )
+        old = 0 < 60 * settings.drain_minutes <= now - self._taken_at
+        urgent = self._urgent or old
+        if committed is None or not is_due(
+            self._last, committed[1], settings.drain_interval, urgent
+        ):
             return None
-        self._urgent = False
+        self._urgent, self._taken_at = False, now
         snapshot, self._last, level = committed
-        return self._plan(snapshot, self._last, level, self._spec.settings.drain_export_dir)
+        return self._plan(snapshot, self._last, level, settings.drain_export_dir)
 
     def _plan(
         self, snapshot: SnapshotId, iteration: int, level: str, export_dir: Path | None

@@ -145,7 +145,8 @@ class Membership:
         seconds = last + self._coordinator.timing.node_timeout - time.monotonic()
         if self._state.record.incarnation and seconds > 0:
             names = ", ".join(away)
-            self._emit("waiting", f"node {names}: up to {seconds:.1f} s of lease left", names)
+            text = f"waiting {seconds:.0f} s for the end of any lease on {names}"
+            self._emit("waiting", text, names)
             await asyncio.sleep(seconds)
 
     def _check(self, admitted: Inventories) -> None:

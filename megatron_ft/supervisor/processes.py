@@ -298,6 +298,7 @@ class TrainerFleet:
             there = [node for node in self._launcher.nodes() if self._launcher.reachable(node)]
             self._hosts.ensure(there, {**_DEFAULTS, **base})
         for index, node in enumerate(active):
+            own = base | self._launcher.devices(index, spec.ranks_per_node, base)
             for local in range(0, spec.ranks_per_node, self._ranks_each):
                 place = TrainerPlace(
                     node_index=index,
@@ -310,7 +311,7 @@ class TrainerFleet:
                     restart_count=incarnation - 1,
                 )
                 environment = (
-                    place.of_torchrun(base) if spec.trainer_per_node else place.of_rank(base)
+                    place.of_torchrun(own) if spec.trainer_per_node else place.of_rank(own)
                 )
                 rank = index * spec.ranks_per_node + local
                 log = self.log_of(rank)

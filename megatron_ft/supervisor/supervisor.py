@@ -164,6 +164,7 @@ class Supervisor:
         saved = await self._quarantine.newest_saved()
         self._budget = replace(self._budget, highest_saved=saved)
         status = asyncio.create_task(self._write_status())
+        finished = False
         try:
             while (failure := await self._run_incarnation()) is not None:
                 if self.evacuations.stopping:
@@ -173,6 +174,7 @@ class Supervisor:
                 await self._after(failure)
             await self.drains.settle()
             await self._retire()
+            finished = True
         except RestartBudgetError:
             await self._emergency.without_trainers()
             raise
@@ -183,21 +185,25 @@ class Supervisor:
             self.world.stop()
             await self.trainers.kill_all()
             self.trainers.end_hosts()
-            await self.coordinator.close()
+            await self._put_status(STATUS_SECONDS, ended=True)
+            await self.coordinator.close(release=not finished)
 
     async def _write_status(self) -> None:
         """Keep the summary in the state folder.  A disk that hangs or is full costs only that."""
-        path = self.state.folder / STATUS
         while True:
             await asyncio.sleep(STATUS_SECONDS)
-            status = {
-                "time": time.time(),
-                "summary": json.loads(self.coordinator.summary()),
-                "ranks": self.coordinator.pulses.by_node(),
-            }
-            content = json.dumps(status).encode()
-            with suppress(OSError, UntrustedFileError, asyncio.TimeoutError):
-                await in_thread(partial(replace_file, path, content), LONGEST_WRITE_SECONDS)
+            await self._put_status(LONGEST_WRITE_SECONDS)
+
+    async def _put_status(self, seconds: float, *, ended: bool = False) -> None:
+        status = {
+            "time": time.time(),
+            "ended": ended,
+            "summary": json.loads(self.coordinator.summary()),
+            "ranks": self.coordinator.pulses.by_node(),
+        }
+        write = partial(replace_file, self.state.folder / STATUS, json.dumps(status).encode())
+        with suppress(OSError, UntrustedFileError, asyncio.TimeoutError):
+            await in_thread(write, seconds)
 
     async def _run_incarnation(self) -> Failure | None:
         """One incarnation; None when training has finished."""

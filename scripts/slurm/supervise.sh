@@ -6,13 +6,15 @@
 
 # The tasks of an array (--array=1-N%1) continue one another: they share the array's state.
 : "${JOB:=${SLURM_JOB_NAME:?run this inside a Slurm job}${SLURM_ARRAY_JOB_ID:+-$SLURM_ARRAY_JOB_ID}}"
+: "${CHECK_ONLY:=}"
 : "${STATE_DIR:=$PWD/megatron-ft-state}"
 : "${DRAIN_DIR:=$PWD/megatron-ft-checkpoints}"
 : "${DRAIN_INTERVAL:=500}"
+: "${DRAIN_MINUTES:=30}"
 : "${DRAIN_STOP_SECONDS:=${MEGATRON_FT_DRAIN_STOP_SECONDS:-240}}"
 : "${SPARES:=1}"
 : "${RANKS_PER_NODE:=1}"
-: "${PROTECT:=rs:3+1}"
+: "${PROTECT:=}"
 : "${AFTER_TERM:=requeue}"
 : "${ON_NO_SPARE:=requeue}"
 : "${MAX_REQUEUES:=100}"
@@ -83,10 +85,10 @@ trap on_usr1 USR1
 run_once() {
     # RUN_FLAGS are several words.
     # shellcheck disable=SC2086
-    megatron-ft run --launcher slurm --job "$JOB" --spares "$SPARES" \
-        --ranks-per-node "$RANKS_PER_NODE" --protect "$PROTECT" --arena-dir "$ARENA_DIR" \
+    megatron-ft ${CHECK_ONLY:-run} --launcher slurm --job "$JOB" --spares "$SPARES" \
+        --ranks-per-node "$RANKS_PER_NODE" ${PROTECT:+--protect "$PROTECT"} --arena-dir "$ARENA_DIR" \
         --state-dir "$STATE_DIR" --drain-dir "$DRAIN_DIR" \
-        --drain-interval "$DRAIN_INTERVAL" --on-no-spare "$on_no_spare" \
+        --drain-interval "$DRAIN_INTERVAL" --drain-minutes "$DRAIN_MINUTES" --on-no-spare "$on_no_spare" \
         ${EXPORT_DIR:+--drain-export-dir "$EXPORT_DIR"} \
         ${SRUN_FLAGS:+"--srun-flags=$SRUN_FLAGS"} $RUN_FLAGS -- "$@" &
     child=$!
@@ -237,6 +239,11 @@ go_on() {
 
 supervise() {
     local reason="" keeper
+    if [ -n "$CHECK_ONLY" ]; then
+        CHECK_ONLY=doctor
+        run_once "$@"
+        exit "$code"
+    fi
     keep_deputies &
     keeper=$!
     # Else bash would say that it was terminated.

@@ -59,8 +59,8 @@ def graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
 
 
 def package(module: str) -> str:
-    """The package of a module as in ORDER; empty for megatron_ft itself."""
-    top, _, rest = module.partition(".")
+    """The package of a module as in ORDER; empty for megatron_ft itself, run or imported."""
+    top, _, rest = module.removesuffix(".__main__").partition(".")
     return rest.partition(".")[0] if top == "megatron_ft" else top
 
 

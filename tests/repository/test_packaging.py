@@ -15,10 +15,14 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
+import msgspec
 import pytest
+
+from megatron_ft.cli import init
 
 REPOSITORY = Path(__file__).parents[2]
 SOURCE_FOLDERS = ("megatron_ft", "deepspeed_ext", "tests", "examples", "benchmarks", "scripts")
+SHIPPED = ("scripts", "configs", "examples", "patches")
 CORE_DEPENDENCIES = {"msgspec", "numpy", "pyeclib", "pyzmq"}
 
 # As found in vendors' containers and on clusters: local builds, pre-releases, old releases.
@@ -76,7 +80,7 @@ def pip(*arguments: str | Path) -> str:
 def our_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package's wheel, built from a copy, since a build leaves files in its source folder."""
     source = tmp_path_factory.mktemp("source")
-    for folder in ("megatron_ft", "deepspeed_ext"):
+    for folder in ("megatron_ft", "deepspeed_ext", *SHIPPED):
         if (REPOSITORY / folder).exists():
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(REPOSITORY / folder, source / folder, ignore=ignored)
@@ -128,6 +132,18 @@ def test_installing_touches_neither_torch_nor_megatron_nor_mpi(
     assert {name: after[name] for name in before} == before
 
 
+def test_an_installation_writes_the_files_of_a_checkout(our_wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "env", with_pip=False)
+    python, written = tmp_path / "env" / "bin" / "python", tmp_path / "written"
+    pip("--python", python, "install", "--no-index", "--no-deps", our_wheel)
+    (library,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    (library / "dependencies.pth").write_text(f"{Path(msgspec.__file__).parents[1]}\n")
+    command = [python, "-m", "megatron_ft", "init", written]
+    subprocess.run(command, cwd=tmp_path, env={}, check=True, timeout=60)
+    found = {str(p.relative_to(written)): p.read_bytes() for p in written.rglob("*.*")}
+    assert found == {name: path.read_bytes() for name, path in init.shipped().items()}
+
+
 def _name(requirement: str) -> str:
     found = re.match(r"[A-Za-z0-9._-]+", requirement)
     assert found is not None
@@ -171,6 +187,9 @@ def test_wheel_contains_every_module_and_nothing_else(our_wheel: Path) -> None:
     missing = modules - packed
     assert not missing, f"not packed, perhaps for want of an __init__.py: {sorted(missing)}"
     typed = {"megatron_ft/py.typed", "deepspeed_ext/py.typed"}
+    shared = {n.partition("/data/share/megatron-ft/")[2] for n in packed}
+    assert shared - {""} == set(init.shipped())
+    packed = {n for n in packed if ".data/" not in n}
     assert packed - modules == {*typed, "deepspeed_ext/inmem_snapshot.schema.json"}
     assert any(n.endswith(".dist-info/licenses/LICENSE") for n in names)
 

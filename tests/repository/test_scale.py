@@ -61,7 +61,7 @@ def test_the_model_agrees_with_a_job_that_runs_now() -> None:
 
 @pytest.mark.all_layouts
 def test_the_model_agrees_with_larger_jobs_that_run_now() -> None:
-    for counted in count_all((4, 7), "xor:2"):
+    for counted in count_all((4, 6), "xor:2"):
         require_model_of(counted)
 
 

@@ -128,6 +128,7 @@ class Job:
     block_bytes: int = BLOCK_BYTES
     drain_dir: Path | None = None
     drain_interval: int = 0
+    drain_minutes: float = 0.0
     drain_export_dir: Path | None = None
     drain_keep: int = 2
     drain_stop_seconds: float = 25.0

@@ -28,7 +28,7 @@ from megatron_ft.cli.chaos.cases import FAULTS, VICTIMS, Case, all_cases, draw
 from megatron_ft.cli.chaos.job import ChaosSettings
 from megatron_ft.cli.chaos.runner import CaseOutcome, OracleError, oracle_traces, run_case
 from megatron_ft.cli.chaos.trace import Lines
-from megatron_ft.cli.training_command import command_of
+from megatron_ft.cli.training_command import check_command, command_of
 from megatron_ft.core.fault_points import POINTS
 from megatron_ft.core.scheme import Scheme
 
@@ -47,13 +47,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--all", action="store_true", help="run every case: this takes hours")
     parser.add_argument("--seed", type=int, default=0, help="draws cases, victims and moments")
-    parser.add_argument("--cases", type=int, default=1, help="how many to draw (%(default)s)")
-    parser.add_argument("--protect", default="xor:2", help="protection (%(default)s)")
+    parser.add_argument(
+        "--cases", type=int, default=1, help="how many to draw (default: %(default)s)"
+    )
+    parser.add_argument("--protect", default="xor:2", help="protection (default: %(default)s)")
     parser.add_argument("--nodes", type=int, help="nodes that train (default: one stripe)")
     parser.add_argument("--ranks-per-node", type=int, default=1, help="trainers a node")
-    parser.add_argument("--lease-seconds", type=float, default=4.0, help="(%(default)s)")
     parser.add_argument(
-        "--limit-seconds", type=float, default=60.0, help="longest wait in a case (%(default)s)"
+        "--lease-seconds",
+        type=float,
+        default=4.0,
+        help="lease of the supervisor (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--limit-seconds",
+        type=float,
+        default=60.0,
+        help="longest wait in a case (default: %(default)s)",
     )
     parser.add_argument("--json", type=Path, help="write every result to this file")
     parser.add_argument("training_command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
@@ -64,6 +74,7 @@ def main(arguments: argparse.Namespace, cluster_class: str = "", warm: str = "")
     if arguments.list:
         print(listing())
         return 0
+    check_command(command_of(arguments))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it leaves nothing either
     folder = Path(tempfile.mkdtemp(prefix="mft-chaos-"))
     try:

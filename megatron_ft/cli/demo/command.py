@@ -43,12 +43,18 @@ _INTERRUPTED = 130
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft demo``."""
-    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size (%(default)s)")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size (%(default)s)")
-    parser.add_argument("--nodes", type=int, default=4, help="nodes that train (%(default)s)")
+    parser.add_argument(
+        "--tp", type=int, default=1, help="tensor parallel size (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--pp", type=int, default=1, help="pipeline parallel size (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--nodes", type=int, default=4, help="nodes that train (default: %(default)s)"
+    )
     parser.add_argument("--spares", type=int, help="nodes in reserve (default: what --lose takes)")
     parser.add_argument(
-        "--ranks-per-node", type=int, default=1, help="trainers a node (%(default)s)"
+        "--ranks-per-node", type=int, default=1, help="trainers a node (default: %(default)s)"
     )
     parser.add_argument(
         "--protect", default="rs:3+1", help="xor:N, rs:K+M or replica:R (default: %(default)s)"
@@ -66,8 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="after the faults, stop the job, lose nodes, and start it again with other sizes of "
         "parallelism, as tp=1,dp=3; those that are not named stay",
     )
-    parser.add_argument("--iterations", type=int, default=80, help="length (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="who is hit, and when (%(default)s)")
+    parser.add_argument("--iterations", type=int, default=80, help="length (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="who is hit, and when (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report there")
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ft.arena.format import BLOCK_BYTES, Geometry
-from megatron_ft.arena.limits import format_bytes, memory_shortfall
+from megatron_ft.arena.limits import format_bytes, memory_shortfall, node_bytes
 from megatron_ft.cli.doctor.facts import Facts, NodeFacts, TrainerFacts
 from megatron_ft.cli.doctor.report import Finding, Severity, by_node, ok, refuse, warn
 from megatron_ft.core.frameworks import DEEPSPEED, MEGATRON, Releases, version_numbers
@@ -123,18 +122,6 @@ def memory(facts: Facts) -> list[Finding]:
     tight = min(limits, key=lambda limit: limit.available_bytes)
     text = f"{format_bytes(tight.available_bytes)} left by {tight.limit}; need not known"
     return [warn(text, "give --shard-gib, or --parameters, to have it compared")]
-
-
-def node_bytes(shard_bytes: int, ranks_per_node: int, slot_count: int, actual: Scheme) -> int:
-    """Bytes of a node's arenas, headers included, with stripes of the ``actual`` scheme."""
-    geometry = Geometry.for_stripe(
-        slot_count=slot_count,
-        required_bytes=shard_bytes,
-        data_members=actual.data_members,
-        parity_members=actual.parity_members,
-        block_bytes=BLOCK_BYTES,
-    )
-    return ranks_per_node * geometry.file_bytes
 
 
 def shortest_scheme(nodes: Sequence[str], domains: Domains, scheme: Scheme) -> Scheme:

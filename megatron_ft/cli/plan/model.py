@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_ft.arena.limits import format_bytes
-from megatron_ft.cli.doctor.node_checks import node_bytes
+from megatron_ft.arena.limits import format_bytes, node_bytes
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import MAX_MEMBERS, NO_PARITY, Scheme
 from megatron_ft.erasure.stripes import stripe_sets

@@ -50,6 +50,21 @@ def test_the_last_spare_drains_before_the_interval(
     assert not difference(job.result(), two), job.story()
 
 
+def test_what_is_on_disk_is_no_older_than_asked_for(made: list[Job], tmp_path: Path) -> None:
+    job = Job(
+        tmp_path,
+        nodes=2,
+        iterations=40,
+        iteration_seconds=0.1,
+        drain_dir=tmp_path / "disk",
+        drain_minutes=1 / 60,
+    )
+    made.append(job)
+    job.run()
+    drained = of_kind(job, "drained")
+    assert 2 <= len(drained) <= 5, job.story()
+
+
 def test_a_node_that_nobody_replaces_is_rebuilt_elsewhere_and_drained(
     made: list[Job], tmp_path: Path, two: Result
 ) -> None:

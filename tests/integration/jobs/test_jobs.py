@@ -216,7 +216,7 @@ def test_the_same_command_takes_over_after_the_supervisor_was_killed(
     job = Job(tmp_path, nodes=2, protect="xor:2", iterations=40, iteration_seconds=0.15)
     made.append(job)
     command = [sys.executable, "-m", "megatron_ft.cli.main", "run", "--job", job.name]
-    command += ["--nodes", "2", "--protect", "xor:2", "--lease-seconds", "4"]
+    command += ["--nodes", "2", "--protect", "xor:2", "--lease-seconds", "8"]
     command += ["--state-dir", str(tmp_path / "state"), "--", *job.training_command()]
     first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None
@@ -228,7 +228,7 @@ def test_the_same_command_takes_over_after_the_supervisor_was_killed(
     held = [_committed(job, node) for node in ("n0", "n1")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "of lease left" in done.stdout and "own memory" in done.stdout
+    assert "end of an older supervisor's lease" in done.stdout and "own memory" in done.stdout
     assert min(held) > 0
     assert not difference(job.result(), two), done.stdout
 
@@ -443,3 +443,23 @@ def test_impossible_protection_is_refused_at_once(
     made.append(job)
     with pytest.raises(ProtectionError, match=words):
         job.run()
+
+
+def test_a_stopped_job_starts_again_at_once_and_says_that_nothing_was_protected(
+    tmp_path: Path,
+) -> None:
+    name = f"stopped-{os.getpid()}"
+    command = [sys.executable, "-m", "megatron_ft", "run", "--job", name, "--nodes", "1"]
+    command += ["--protect", "none", "--lease-seconds", "30", "--state-dir", str(tmp_path), "--"]
+    first = subprocess.Popen([*command, "sleep", "60"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    for line in first.stdout:
+        if "1 trainers started" in line:
+            break
+    first.terminate()
+    said, _ = first.communicate(timeout=60)
+    assert first.returncode == 130 and "nothing was protected; no rank asked" in said
+    done = subprocess.run([*command, "true"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "older supervisor" not in done.stdout
+    assert "warning: nothing was protected; no rank asked" in done.stdout

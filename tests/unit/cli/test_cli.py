@@ -66,11 +66,58 @@ def test_help_of_a_command_documents_its_exit_codes(capsys: pytest.CaptureFixtur
     assert "still runs" in shown
 
 
-@pytest.mark.parametrize("argv", [[], ["no-such-command"], ["clean"], ["clean", "--bogus"]])
+@pytest.mark.parametrize("argv", [[], ["clean"], ["clean", "--bogus"]])
 def test_bad_usage_exits_2(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main(argv)
     assert left.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("stats", "there is no command 'stats'; did you mean status?"),
+        ("xyz", "there is no command 'xyz'; see `megatron-ft --help`"),
+        (
+            "run --protct rs:3+1 -- true",
+            "there is no flag --protct; did you mean --protect? See `megatron-ft run --help`",
+        ),
+        ("run --drain_dir=/x -- true", "no flag --drain_dir; did you mean --drain-dir?"),
+        ("run --inmem-protect xor:2 -- true", "no flag --inmem-protect; did you mean --protect?"),
+        ("run --node 4 -- true", "there is no flag --node; did you mean --nodes?"),
+        ("run --nodes four -- true", "--nodes: 'four' is not a whole number; see"),
+        ("run --hold-seconds nan -- true", "--hold-seconds: 'nan' is not a number; see"),
+        ("clean --all more", "more is one too many; see `megatron-ft clean --help`"),
+        ("chaos list", "no program 'list'"),
+    ],
+)
+def test_a_wrong_input_is_one_line_that_names_the_right_one(
+    argv: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code: object
+    try:
+        code = cli.main(argv.split())
+    except SystemExit as left:
+        code = left.code
+    lines = capsys.readouterr().err.splitlines()
+    assert (code, len(lines)) == (2, 1)
+    assert lines[0].startswith("megatron-ft: error: ") and said in lines[0]
+
+
+def test_help_shows_what_few_need_only_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            cli.main(["run", flag])
+        shown[flag] = capsys.readouterr().out
+    assert "  --lease-seconds " not in shown["--help"] and "  --protect " in shown["--help"]
+    assert "  --lease-seconds " in shown["--help-all"] and "  --protect " in shown["--help-all"]
+
+
+def test_the_package_can_be_run_as_a_module() -> None:
+    command = [sys.executable, "-m", "megatron_ft", "--version"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"megatron-ft {__version__}\n"
 
 
 def test_help_of_no_command_needs_torch() -> None:

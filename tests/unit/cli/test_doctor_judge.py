@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.arena.format import BLOCK_BYTES
-from megatron_ft.arena.limits import MemoryReading
+from megatron_ft.arena.limits import MemoryReading, node_bytes
 from megatron_ft.cli.doctor.checks import judge
 from megatron_ft.cli.doctor.command import EXIT_CODES, shard_size
 from megatron_ft.cli.doctor.facts import Facts, TrialRank
-from megatron_ft.cli.doctor.node_checks import node_bytes, shortest_scheme
+from megatron_ft.cli.doctor.node_checks import shortest_scheme
 from megatron_ft.cli.doctor.report import Finding, Severity, as_json, by_node, render, worst
 from megatron_ft.cli.doctor.trial_world import TrialWorlds, silent_ranks
 from megatron_ft.core.scheme import Scheme

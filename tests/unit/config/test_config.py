@@ -20,6 +20,7 @@ VALID: dict[str, st.SearchStrategy[object]] = {
     "slots": st.sampled_from([2, 3]),
     "drain_dir": st.sampled_from(["/data/drain", "relative/drain"]),
     "drain_interval": st.integers(1, 10**6),
+    "drain_minutes": st.floats(0, 10**4),
     "drain_bandwidth_mib": st.floats(0, 1e6),
     "drain_export_dir": st.sampled_from(["/data/exports", "relative/exports"]),
     "lease_seconds": st.floats(0.01, 1e6),

@@ -21,6 +21,7 @@ JOB_SETTINGS = {name for name, setting in SETTINGS.items() if setting.job} - {"a
 GIVEN = {
     "--drain-dir": "/data/drains",
     "--drain-interval": "7",
+    "--drain-minutes": "8.5",
     "--drain-keep": "5",
     "--drain-bandwidth-mib": "12.0",
     "--drain-export-dir": "/data/exports",

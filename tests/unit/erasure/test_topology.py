@@ -166,3 +166,9 @@ def test_run_refuses_stripes_in_one_rack(
     said = capsys.readouterr().err
     # The first four are all of rack1, so one of them becomes the spare; that is not enough.
     assert "one failure domain; rack1 holds 3 (node0, node1, node2)" in said
+
+
+def test_a_longer_stripe_comes_before_more_parity() -> None:
+    """Seven nodes are no pairs: one trio takes the odd one, not six copies."""
+    assert str(possible_scheme(7, 1, Scheme.parse("xor:2"))) == "xor:3"
+    assert str(possible_scheme(3, 1, Scheme.parse("replica:2"))) == "replica:3"

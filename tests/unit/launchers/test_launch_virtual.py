@@ -194,3 +194,29 @@ def test_a_process_is_found_as_soon_as_start_returns(cluster: VirtualCluster) ->
         assert procfs.read_environment(process.pid)[NODE] == "n0"
         process.kill()
         process.join(TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "seen"),
+    [
+        ("0,1,2,3", 1, ["0", "1", "2"]),
+        ("2,3,4,5,6,7", 2, ["2,3", "4,5", "6,7"]),
+        ("0,1", 1, ["0", "1", "0"]),
+        ("0", 1, ["0", "0", "0"]),
+    ],
+)
+def test_virtual_nodes_divide_the_gpus_of_their_machine(
+    tmp_path: Path, visible: str, ranks: int, seen: list[str]
+) -> None:
+    cluster = VirtualCluster("devices", ["a", "b", "c"], tmp_path)
+    given = {"CUDA_VISIBLE_DEVICES": visible}
+    found = [cluster.devices(index, ranks, given)["CUDA_VISIBLE_DEVICES"] for index in range(3)]
+    assert found == seen
+
+
+@pytest.mark.parametrize("visible", ["", "0"])
+def test_a_node_with_fewer_gpus_than_ranks_is_shown_what_there_is(
+    tmp_path: Path, visible: str
+) -> None:
+    cluster = VirtualCluster("devices", ["a"], tmp_path)
+    assert cluster.devices(0, 2, {"CUDA_VISIBLE_DEVICES": visible}) == {}

@@ -125,6 +125,13 @@ def test_a_script_without_its_files_trains_nothing(tmp_path: Path, name: str, sa
     assert not batch.did("begun")
 
 
+def test_a_script_that_only_checks_asks_the_doctor_and_ends(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, 1, CHECK_ONLY="yes")
+    assert batch.start().wait(60) == 1
+    (begun,) = batch.calls.read_text().splitlines()
+    assert begun.startswith("begun doctor --launcher slurm --job job") and begun.endswith("true")
+
+
 def test_nothing_follows_a_requeue(tmp_path: Path) -> None:
     """Slurm may end what the script waits for before it ends the script."""
     batch = Batch(tmp_path, 13, REQUEUE="0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -16,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.cli.training_command import settle
+from megatron_ft.cli import run
+from megatron_ft.cli.training_command import command_of, settle
 from megatron_ft.config.flags import read_command
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace, plan_stripes
@@ -93,6 +95,63 @@ def test_the_supervisor_reads_the_flags(name: str) -> None:
     settings = settle({}, folders, {})
     assert (str(settings.checkpoint_dir), str(settings.drain_dir)) == ("/my files/c", "/d")
     assert settings.drain_interval > 0
+
+
+SCRIPT = FOLDER.parents[1] / "scripts" / "slurm" / "pretrain_gpt_inmem.sbatch"
+_FAKE = '#!/bin/bash\n[[ "$0" == */megatron-ft ]] && printf "%s\\0" "$@" > "$ARGUMENTS"\nexit 0\n'
+"""Stands for Slurm's commands, and writes down what the batch script gives to ours."""
+
+
+def submit(folder: Path, config: Path, nodes: int, **variables: str) -> tuple[str, list[str]]:
+    """Run the batch script as Slurm does; its errors, and the arguments of ``megatron-ft``."""
+    programs = folder / "venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("megatron-ft", "srun", "scontrol", "squeue", "scancel"):
+        (programs / name).write_text(_FAKE)
+        (programs / name).chmod(0o755)
+    written = folder / "arguments"
+    environment = {
+        "PATH": os.environ["PATH"], "HOME": str(folder), "VENV": str(programs.parent),
+        "MEGATRON_FT_HOME": str(FOLDER.parents[1]), "MEGATRON_LM": "/m",
+        "SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NAME": "j", "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NUM_NODES": str(nodes), "SLURMD_NODENAME": "a", "ARGUMENTS": str(written),
+        "DEPUTY_SECONDS": "1", "CONFIG": str(config), "DATA_ARGS": "--data-path /d", **variables,
+    }  # fmt: skip
+    with (folder / "errors").open("w") as errors:  # no pipe: a sleep of its own outlives the script
+        subprocess.run(
+            ["bash", str(SCRIPT)],
+            env=environment,
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            timeout=60,
+        )
+    problems = (folder / "errors").read_text()
+    return problems, written.read_text().split("\0")[:-1] if written.exists() else []
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("drains", ["", "/d"])
+def test_the_batch_script_takes_the_file(name: str, drains: str, tmp_path: Path) -> None:
+    launch = source(name)
+    config, nodes = FOLDER / f"{name}.sh", launch.nodes + 1
+    variables = {"DRAIN_DIR": drains} if drains else {}
+    problems, given = submit(tmp_path, config, nodes, **variables)
+    assert given[:2] == ["run", "--launcher"], problems
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    run.add_arguments(parser)
+    arguments = parser.parse_args(given[1:])
+    command = command_of(arguments)
+    settings = settle(vars(arguments), command, {})
+    assert settings.protect == settle({}, launch.flags, {}).protect
+    assert (settings.drain_dir is not None) and settings.drain_interval > 0
+    assert (arguments.spares, arguments.ranks_per_node) == (1, launch.gpus)
+    assert command[:2] == ["python", "/m/pretrain_gpt.py"] and command[-1] == "/d"
+
+
+def test_the_batch_script_says_how_many_nodes_the_file_needs(tmp_path: Path) -> None:
+    problems, given = submit(tmp_path, FOLDER / "llama-7b.sh", 5)
+    assert "submit it with sbatch --nodes=9" in problems and not given
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -37,7 +37,8 @@ def test_drains_are_an_interval_apart_and_none_is_forgotten(
 
 def test_what_is_urgent_waits_for_no_interval_and_is_drained_once() -> None:
     assert is_due(10, 11, 500, urgent=True)
-    assert not is_due(10, 10, 500, urgent=True) and not is_due(10, 11, 0, urgent=True)
+    assert not is_due(10, 10, 500, urgent=True) and not is_due(10, 11, 0)
+    assert is_due(10, 11, 0, urgent=True), "by age alone"
     assert is_due(100, 40, 500) and not is_due(100, 100, 500), "training has gone back"
 
 
