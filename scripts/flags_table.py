@@ -1,18 +1,23 @@
 #!/usr/bin/env python3
-"""Write what docs and the JSON schema say of the settings, from megatron_ft/config/.
+"""Write the generated pages of the documentation and the schema of the JSON section.
 
-scripts/flags_table.py          # writes the tables in docs/ and the schema of the JSON section
-scripts/flags_table.py --check  # exit code 1 if what is written there is old
+scripts/flags_table.py          # writes settings.md, command-line.md and the schema
+scripts/flags_table.py --check  # exit code 1 if one of them is out of date
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
+from megatron_ft.cli.main import COMMANDS, Command
 from megatron_ft.config import SETTINGS, SWITCH, SWITCH_HELP
 from megatron_ft.config.json_section import (
     CLIENT_STATE,
@@ -25,15 +30,17 @@ from megatron_ft.config.json_section import (
 from megatron_ft.config.setting import Setting
 
 ROOT = Path(__file__).parents[1]
-MEGATRON = ROOT / "docs" / "megatron.md"
-DEEPSPEED = ROOT / "docs" / "deepspeed.md"
+SETTINGS_PAGE = ROOT / "docs" / "reference" / "settings.md"
+COMMANDS_PAGE = ROOT / "docs" / "reference" / "command-line.md"
 SCHEMA = ROOT / "deepspeed_ext" / "inmem_snapshot.schema.json"
-BEGIN = "<!-- settings: written by scripts/flags_table.py -->"
-END = "<!-- end of settings -->"
+BEGIN = "<!-- written by scripts/flags_table.py -->"
+END = "<!-- end of what scripts/flags_table.py writes -->"
+
+_RUN = next(command for command in COMMANDS if command.name == "run")
 
 CLIENT_STATE_HELP = (
     "Entries of the script's client_state by name, each with the engine's counter that it follows "
-    f"({', '.join(COUNTERS)}) or {CONSTANT}: so they can be told for any step."
+    f"({', '.join(COUNTERS)}) or {CONSTANT}. A restart computes their values for its step."
 )
 
 FOLLOWS_ENGINE_HELP = (
@@ -43,19 +50,86 @@ FOLLOWS_ENGINE_HELP = (
 )
 
 
-def flags() -> str:
-    """Megatron's flags in Markdown: the switch, then every setting in the order of the class."""
-    switch = (f"`{SWITCH}`", "", "off", "", SWITCH_HELP)
-    return _table("flag", [switch, *(_row(setting.flag, setting) for setting in SETTINGS.values())])
+def settings_table() -> str:
+    """Every setting with all of its names, in Markdown, in the order of the class."""
+    head = ("flag", "`run` flag", "environment", "JSON key", "default", "type", "meaning")
+    return _table(
+        [
+            head,
+            (f"`{SWITCH}`", "", "", f"`{ENABLED}`", "off", "true or false", SWITCH_HELP),
+            *(_row(setting) for setting in SETTINGS.values()),
+            ("", "", "", f"`{CLIENT_STATE}`", "none", "names and counters", CLIENT_STATE_HELP),
+            ("", "", "", f"`{FOLLOWS_ENGINE}`", "false", "true or false", FOLLOWS_ENGINE_HELP),
+        ]
+    )
 
 
-def keys() -> str:
-    """The keys of the JSON section in Markdown."""
-    switch = (f"`{ENABLED}`", "true or false", "false", "", SWITCH_HELP)
-    state = (f"`{CLIENT_STATE}`", "names and counters", "none", "", CLIENT_STATE_HELP)
-    follows = (f"`{FOLLOWS_ENGINE}`", "true or false", "false", "", FOLLOWS_ENGINE_HELP)
-    settings = [_row(setting.name, setting) for setting in SETTINGS.values()]
-    return _table("key", [switch, *settings, state, follows])
+def _row(setting: Setting) -> tuple[str, ...]:
+    unit = f" {setting.unit}" if setting.unit and setting.default is not None else ""
+    return (
+        f"`{setting.flag}`",
+        f"`{setting.run_flag}`" if setting.job else "",
+        f"`{setting.variable}`",
+        f"`{setting.name}`",
+        f"{setting.shown_default}{unit}",
+        setting.allowed,
+        setting.help,
+    )
+
+
+def commands() -> str:
+    """Every subcommand: description, arguments and the exit codes of its own, in Markdown."""
+    return "\n\n".join(part for command in COMMANDS for part in _command(command))
+
+
+def _command(command: Command) -> Iterator[str]:
+    module = import_module(command.module)
+    yield f"## {command.name}"
+    yield _prose(module.__doc__ or "")
+    actions = _actions(command)
+    shared = _actions(_RUN) if command.name == "doctor" else {}
+    rows = [_argument(actions[name]) for name in actions if name not in {*SETTINGS, *shared}]
+    if rows:
+        yield _table([("argument", "meaning"), *rows])
+    flags = [f"`{SETTINGS[name].run_flag}`" for name in actions if name in SETTINGS]
+    if shared:
+        yield "It takes all arguments of [run](#run) as well."
+    elif flags:
+        named = ", ".join(flags) if len(flags) < 9 else "every setting of the job that has a flag"
+        yield f"From the [settings](settings.md): {named}."
+    codes = sorted({**getattr(module, "EXIT_CODES", {})}.items())
+    if codes:
+        yield _table([("exit code", "meaning"), *((f"{code}", text) for code, text in codes)])
+
+
+def _actions(command: Command) -> dict[str, argparse.Action]:
+    parser = argparse.ArgumentParser(add_help=False)
+    import_module(command.module).add_arguments(parser)
+    return {action.dest: action for action in parser._actions}
+
+
+def _argument(action: argparse.Action) -> tuple[str, str]:
+    name = f"{action.metavar or action.dest}"
+    if action.option_strings:
+        value = f" {action.metavar or action.dest.upper()}" if action.nargs != 0 else ""
+        if action.choices and not action.metavar:
+            value = f" {{{','.join(map(str, action.choices))}}}"
+        name = ", ".join(action.option_strings) + value
+    elif action.nargs == argparse.REMAINDER:
+        return f"`{name}`", "the training command"
+    text = argparse.HelpFormatter("")._expand_help(action) if action.help else ""
+    return f"`{name}`", _prose(text)
+
+
+def _prose(text: str) -> str:
+    """Text of a docstring or help as Markdown: its examples as code, its pages as links."""
+    text = re.sub(r"(?:^  .*\n?)+", _code, text.strip().replace("``", "`"), flags=re.MULTILINE)
+    text = re.sub(r"\n{3,}", "\n\n", text)
+    return re.sub(r"docs/(\S+)/(\S+)\.md", r"[\2](../\1/\2.md)", text)
+
+
+def _code(lines: re.Match[str]) -> str:
+    return f"\n```text\n{dedent(lines[0]).rstrip()}\n```\n"
 
 
 def schema() -> dict[str, Any]:
@@ -89,43 +163,32 @@ def _json_type(setting: Setting) -> str | list[str]:
     return types if len(types) > 1 else types[0]
 
 
-def page_with(page: Path, new_table: str) -> str:
-    """The page with its table replaced.  ValueError if a mark is not there exactly once."""
+def page_with(page: Path, new: str) -> str:
+    """The page with its generated part replaced.  ValueError if a mark is not there once."""
     text = page.read_text()
     for mark in (BEGIN, END):
         if text.count(mark) != 1:
             raise ValueError(f"{page} needs the line {mark!r} once, it has it {text.count(mark)}x")
     before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{new_table}\n{END}{rest.split(END)[1]}"
+    return f"{before}{BEGIN}\n{new}\n{END}{rest.split(END)[1]}"
 
 
-def _table(first: str, rows: Sequence[Sequence[str]]) -> str:
-    head = [(first, "values", "default", "run", "meaning"), ("---",) * 5]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [*head, *rows])
-
-
-def _row(name: str, setting: Setting) -> tuple[str, ...]:
-    unit = f" {setting.unit}" if setting.unit and setting.default is not None else ""
-    return (
-        f"`{name}`",
-        setting.allowed,
-        f"{setting.shown_default}{unit}",
-        "yes" if setting.job else "",
-        setting.help,
-    )
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = [rows[0], ("---",) * len(rows[0]), *rows[1:]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in lines)
 
 
 def main() -> int:
     """Write or check; the exit code."""
     files = {
-        MEGATRON: page_with(MEGATRON, flags()),
-        DEEPSPEED: page_with(DEEPSPEED, keys()),
+        SETTINGS_PAGE: page_with(SETTINGS_PAGE, settings_table()),
+        COMMANDS_PAGE: page_with(COMMANDS_PAGE, commands()),
         SCHEMA: json.dumps(schema(), indent=2) + "\n",
     }
     old = [path for path, text in files.items() if path.read_text() != text]
     for path in old:
         if sys.argv[1:] == ["--check"]:
-            print(f"{path} is old; run scripts/flags_table.py")
+            print(f"{path} is out of date; run scripts/flags_table.py")
         else:
             path.write_text(files[path])
     return int(bool(old) and sys.argv[1:] == ["--check"])

@@ -1,4 +1,4 @@
-"""Arena records as bytes (docs/arena-format.md), and how they are stored.
+"""Arena records as bytes (docs/reference/arena-format.md), and how they are stored.
 
 A record's payload is MessagePack.  Packing raises ValueError for a number of more than 64 bits;
 unpacking raises ArenaCorruptError for bytes that no writer of ours makes, whatever the bytes are.

@@ -1,7 +1,7 @@
 """Digests: what is taken before a shard counts as sealed, and checked before it is used.
 
 A data region holds tensors, then the small objects ("meta"), then a table with one
-64-bit digest per block of what precedes it, then zeros (docs/arena-format.md).  The
+64-bit digest per block of what precedes it, then zeros (docs/reference/arena-format.md).  The
 digest root covers the table and the sealed record, so 32 bytes vouch for everything.
 Digests find accidents (memory errors, stray writes, wrong blocks), not forgery: who
 can write an arena can write its digests.

@@ -1,7 +1,7 @@
 """Contents of an arena file and their places: constants, geometry, values of its records.
 
-Values are packed by ``binary.py``; docs/arena-format.md has the format.  Every ``ValueError`` here
-names the field.
+Values are packed by ``binary.py``; docs/reference/arena-format.md has the format.  Every
+``ValueError`` here names the field.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def check_shard_id(shard_id: str) -> None:
 
 
 class SlotState(IntEnum):
-    """State of a slot; see section "Slot states" of docs/arena-format.md."""
+    """State of a slot; see section "Slot states" of docs/reference/arena-format.md."""
 
     FREE = 0
     CAPTURING = 1

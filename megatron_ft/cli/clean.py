@@ -1,8 +1,8 @@
-"""Remove what jobs that no longer run left in shared memory: arenas, sockets and state.
+"""Free the shared memory of jobs that no longer run: arenas, sockets and state.
 
 A job that has a supervisor is never touched.  With --job, SMPs that keep the snapshots of a
 stopped job are ended first, also those whose socket or folder is gone; with --all, such a job is
-left alone.  What is removed cannot be restored from any more.
+left alone.  Removed snapshots cannot be restored from any more.
 """
 
 from __future__ import annotations

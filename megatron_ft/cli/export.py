@@ -3,12 +3,12 @@
   megatron-ft export --job NAME --to DIR
   megatron-ft export --from DRAINED --to DIR --iteration 2000
 
-Reads the memory of a job that runs (snapshots that need the memory being read are skipped
-meanwhile) or has stopped, or a checkpoint that was drained, and writes what the framework
-that trained would have saved: Megatron-LM's distributed checkpoint (torch_dist), from which
-unmodified Megatron continues with `--load DIR`, or DeepSpeed's files, which unmodified
-`engine.load_checkpoint(DIR)` and DeepSpeed's converters read.  No trainer and no GPU is
-needed, but the release of the framework that trained is.
+Reads the memory of a job that runs or has stopped, or a drained checkpoint.  While the memory of a
+running job is read, snapshots that need it are skipped.  Writes a checkpoint as the framework that
+trained saves it: Megatron-LM's distributed checkpoint (torch_dist), which unmodified Megatron loads
+with `--load DIR`, or DeepSpeed's files, which unmodified `engine.load_checkpoint(DIR)` and
+DeepSpeed's converters read.  It needs no trainer and no GPU, but the release of the framework that
+trained.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
   megatron-ft rewind --job NAME --before-iteration N
 
 A running job is stopped and started again from there at once; a stopped one does so when it
-is run again.  What is given up is never restored again, from memory or from disk.  How far back
-memory reaches depends on --slots; `megatron-ft status` shows what it holds.
+is run again.  A state that is given up is never restored again, from memory or from disk.
+How far back memory reaches depends on --slots; `megatron-ft status` shows its snapshots.
 """
 
 from __future__ import annotations

@@ -5,13 +5,13 @@
 Starts an SMP on every node, an encoder world over MPI (over TCP where there is none) and one
 trainer per rank with torchrun's environment variables; notices deaths, replaces nodes, restarts
 from memory.
-Nodes are virtual (groups of processes of this machine), those of the Slurm allocation in
-whose batch script this runs (docs/slurm.md), or those on which mpirun, torchrun, deepspeed or
-a remote shell started an agent (docs/launchers.md).  If this command itself is
-killed, run it again with the same --job: it takes over what is in memory.
+Nodes are virtual (groups of processes of this machine) by default.  They are those of the Slurm
+job in whose batch script this runs (docs/how-to/slurm.md), or those on which another launcher
+started an agent (docs/how-to/launchers.md).  If this command itself is killed, run it again with
+the same --job: it takes over the snapshots in memory.
 
 Settings may stand in the training command instead, as --inmem-<name>, and then must not
-contradict these; what no flag gives is read from MEGATRON_FT_<NAME>.
+contradict these.  The environment (MEGATRON_FT_<NAME>) gives the settings without a flag.
 """
 
 from __future__ import annotations

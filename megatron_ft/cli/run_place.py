@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="virtual: nodes are groups of processes of this machine; slurm: those of the "
         "allocation that this runs in; nodes: those on which mpirun, torchrun, deepspeed or srun "
         "has started this same command, once on each; hostfile: those in --hostfile (default: "
-        "%(default)s; docs/launchers.md)",
+        "%(default)s; docs/how-to/launchers.md)",
     )
     group.add_argument(
         "--hostfile",

@@ -138,7 +138,7 @@ def check_torchrun(
         raise ConfigError(
             f"{command[0]} as the training command would start ranks itself, on nodes of its own "
             "choice: give the script without it, or put it around `megatron-ft run --launcher "
-            "nodes` (docs/launchers.md)"
+            "nodes` (docs/how-to/launchers.md)"
         )
     for name, value in _flags(command):
         flag = f"torchrun's --{name}{'' if name in _SWITCHES else ' ' + value}"

@@ -132,12 +132,12 @@ class SnapshotConfig:
     )
     drain_stop_seconds: float = seconds(
         25.0,
-        "After SIGTERM the newest committed snapshot is drained, for at most so long.",
+        "Longest time for the drain of the newest committed snapshot after SIGTERM.",
         needs_drain_dir=True,
     )
     time_limit_seconds: float = seconds(
         0.0,
-        "When the job will be killed, counted from its start: it drains in time. 0: never.",
+        "Time from the start of the job to its end by a scheduler; it drains before. 0: no limit.",
         never=True,
         needs_drain_dir=True,
     )
@@ -151,8 +151,8 @@ class SnapshotConfig:
     )
     quarantine_iterations: int = whole(
         10,
-        "A snapshot from which training fails twice within so many iterations is not used a third "
-        "time. 0: never mind.",
+        "A snapshot from which training fails twice within this many iterations is not used a "
+        "third time. 0: no quarantine.",
         0,
         "iterations",
     )
@@ -163,12 +163,12 @@ class SnapshotConfig:
 
     # Leases, timeouts, hangs, bad losses and lost nodes.
     lease_seconds: float = seconds(
-        10.0, "A node that hears nothing of the supervisor kills its trainers after it."
+        10.0, "A node without contact to the supervisor for this long kills its trainers."
     )
     loss_gate: float = number(
         0.0,
-        "A loss that is not finite, or above this many times the median of the last 64, keeps the "
-        "state that it led to from being captured. 0: no gate.",
+        "The state behind a loss that is not finite, or above this many times the median of the "
+        "last 64, is not captured. 0: no gate.",
         allowed="0, or a number > 1",
         accepts=lambda v: v == 0 or v > 1,
         job=False,
@@ -180,8 +180,8 @@ class SnapshotConfig:
     )
     hang_seconds: float = seconds(
         600.0,
-        "Training that makes no progress for at least so long, and for five times the longest such "
-        "time so far, hangs. 0: hangs are not looked for.",
+        "Training hangs if it makes no progress for this long, and for five times the longest such "
+        "time so far. 0: no hang detection.",
         never=True,
     )
     restart: str = one_of(
@@ -197,8 +197,8 @@ class SnapshotConfig:
     )
     grow: str = one_of(
         ("auto", "off"),
-        "When nodes come back that a job has shrunk for: train on them again, from the next "
-        "boundary on, or not before the job is started anew.",
+        "When nodes return to a job that has shrunk: auto trains on them again from the next "
+        "boundary on, off only from the next start of the job on.",
     )
     register_timeout_seconds: float = seconds(
         600.0,

@@ -1,4 +1,4 @@
-"""Named places in our code at which faults can be made to strike; see docs/chaos.md.
+"""Named places in our code at which faults can be made to strike; see docs/how-to/chaos.md.
 
 Where no plan is armed a place costs one call and one test.  A plan is armed by an
 environment variable that only the supervisor of a chaos job sets, so that all processes of

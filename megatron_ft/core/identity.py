@@ -56,7 +56,7 @@ class SealedRecord(msgspec.Struct, frozen=True, array_like=True):
 
     Lengths are bytes, offsets are relative to the start of the slot's data region.
     ``digest_root`` covers the digest table and, through it, every byte up to
-    ``digest_offset``; see docs/arena-format.md.
+    ``digest_offset``; see docs/reference/arena-format.md.
     """
 
     shard_id: ShardId

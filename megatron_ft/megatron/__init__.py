@@ -2,7 +2,7 @@
 
 A training program calls :func:`install` once before Megatron parses its arguments; after
 that ``--inmem-snapshot`` turns snapshots on.  Without the flag every wrapper passes
-through.  See docs/megatron.md.
+through.  See docs/how-to/megatron.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The slots of one arena as a state machine: section "states" of docs/protocol.md as code.
+"""The slots of one arena as a state machine: "One slot" of docs/explanation/protocol.md.
 
 Pure: no memory is touched here.  Changes are collected, so that the caller can store the headers
 in the same order.  The rules that keep a snapshot alive are in slot_rules.py.

@@ -2,7 +2,7 @@
 # shellcheck shell=bash
 #
 # supervise COMMAND...: run COMMAND under `megatron-ft run` in this allocation to its end, then
-# requeue the job or end it.  What ends how, and with which exit code: docs/slurm.md.
+# requeue the job or end it.  What ends how, and with which exit code: docs/how-to/slurm.md.
 
 # The tasks of an array (--array=1-N%1) continue one another: they share the array's state.
 : "${JOB:=${SLURM_JOB_NAME:?run this inside a Slurm job}${SLURM_ARRAY_JOB_ID:+-$SLURM_ARRAY_JOB_ID}}"

@@ -24,7 +24,7 @@ from tests.protocol.model.shape import Bounds
 from tests.protocol.model.world import World
 from tests.protocol.slot_transitions import figure
 
-DOCS = Path(__file__).parents[2] / "docs" / "protocol.md"
+DOCS = Path(__file__).parents[2] / "docs" / "explanation" / "protocol.md"
 ROWS = [
     row(1, 2, 1),
     row(2, 1, 0),

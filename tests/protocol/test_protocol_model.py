@@ -1,4 +1,4 @@
-"""Section "protocol" of docs/protocol.md under random interleavings, with and without its rules.
+"""The rules of docs/explanation/protocol.md under random interleavings, all on or one of them off.
 
 MEGATRON_FT_MODEL_WALKS (default 8) is the number of walks per shape; run a few thousand
 after a change to the protocol.  "20-60" are those with these seeds.  A failure prints the

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _NAME = re.compile(r"\btest_[a-z0-9_]+(?:\.py\b)?")
 _QUOTED = re.compile(r"`(test_[a-z0-9_]+\.py)`, \"([^\"]+)\"")
 """A file, and words of the name of one of its tests."""

@@ -5,10 +5,10 @@
   megatron-ft chaos --seed 7 --cases 5
   megatron-ft chaos --seed 7 --cases 5 -- python train.py ...
 
-Each case is a job of its own.  It passes if it resumed from the newest snapshot that what it
-had recorded before the fault makes safe, bit-identical to a run that nothing interrupted; with
-more losses than parity makes up for, from the disk, or by a refusal that says so.  A command
-of your own is compared bit by bit if it writes a trace (docs/chaos.md).
+Each case is a job of its own.  It passes if it resumed from the newest snapshot that was safe by
+its own records before the fault, bit-identical to a run that nothing interrupted.  With more losses
+than parity covers it passes if it resumed from disk, or refused with a message.  A command of your
+own is compared bit by bit if it writes a trace (docs/how-to/chaos.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Closed forms of a plan: memory, traffic, seconds, survival, interval, ETTR and spares.  Pure.
 
-Bytes and seconds throughout.  docs/plan.md derives the formulas and says what they assume.
+Bytes and seconds throughout.  docs/how-to/plan.md derives the formulas and says what they assume.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from megatron_ft.supervisor.schedule import best_seconds
 
 STALL_SHARE = 0.03
 """Training that a snapshot costs, in times of its copy, while iterations are longer than the copy:
-stall and shadow of an iteration of four copies (docs/benchmarks.md, H100, 2026-11-24)."""
+stall and shadow of an iteration of four copies (docs/validation/benchmarks.md, H100,
+2026-11-24)."""
 
 ENOUGH_SPARES = 0.99
 """Share of node losses at which a recommended number of spares has one left."""

@@ -141,7 +141,7 @@ def test_an_older_release_survives_a_kill(release: str, stage: int, tmp_path: Pa
     if not folder.is_dir():
         pytest.skip(f"needs deepspeed {release} in {folder}: run scripts/test.sh")
     # With torch 2.13 and on the CPU its stages 1 and 2 fail by themselves (views changed in place),
-    # and stage 3, without us, does not train the same each time (docs/deepspeed.md).
+    # and stage 3, without us, does not train the same each time (docs/how-to/deepspeed.md).
     program = Program({"zero_optimization": {"stage": stage}}, folder)
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     with trainers_with("tests.programs.deepspeed_program", environment):

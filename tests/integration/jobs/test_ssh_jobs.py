@@ -80,7 +80,7 @@ def test_a_hostfile_is_reached_by_ssh_itself(
 def test_the_program_deepspeed_starts_it_on_all_hosts(
     job: AgentJob, tmp_path: Path, uninterrupted: Uninterrupted
 ) -> None:
-    """As docs/launchers.md says; nodes are known by their host names."""
+    """As docs/how-to/launchers.md says; nodes are known by their host names."""
     nodes = ["n0", "n1"]
     hosts = tmp_path / "hosts"
     hosts.write_text("".join(f"{node} slots=1\n" for node in nodes))

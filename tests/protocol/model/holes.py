@@ -1,4 +1,4 @@
-"""Rules of docs/protocol.md switched off, one by one: then something must be lost.
+"""Rules of docs/explanation/protocol.md switched off, one by one: then something must be lost.
 
 Each function patches the real machines, or what the model does in place of a server.
 """

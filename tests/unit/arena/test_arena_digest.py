@@ -87,7 +87,7 @@ def test_objects_are_checked_without_reading_tensors(
 
 
 def test_the_region_by_hand() -> None:
-    """Offsets, digests and root computed from docs/arena-format.md alone."""
+    """Offsets, digests and root computed from docs/reference/arena-format.md alone."""
     data, record = sealed(100, b"m" * 70)
     assert (record.meta_offset, record.digest_offset) == (128, 256)
     assert record.used_bytes == 256 + 8

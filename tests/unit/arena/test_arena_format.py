@@ -21,7 +21,7 @@ from megatron_ft.core.errors import ArenaCorruptError
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from tests.support.arena_samples import MEMBERS, SHARD, make_header, make_record, make_slot
 
-# Every number in this test is written out from docs/arena-format.md, none is imported.
+# Every number in this test is written out from docs/reference/arena-format.md, none is imported.
 
 
 def newest_copy(raw: bytes, offset: int, copy_bytes: int, kind: int, index: int) -> Any:

@@ -48,7 +48,7 @@ def test_all_members_hold_as_much_parity(layout: Layout) -> None:
 
 
 def test_the_worked_example_of_the_docs() -> None:
-    """rs:2+1, three members: the table in docs/erasure-coding.md."""
+    """rs:2+1, three members: the table in docs/explanation/erasure-coding.md."""
     layout = Layout(2, 1)
     table = [[layout.symbol(row, member) for member in range(3)] for row in range(3)]
     assert table == [[2, 0, 1], [1, 2, 0], [0, 1, 2]]

@@ -264,5 +264,5 @@ def test_size_and_memory_are_as_the_file_says(name: str, parsed: dict[str, dict[
     assert abs(said / count - 1) < 0.001
     assert abs(12 * count / nodes * slots * (1 + parity / data) / 2**30 - gib) < 0.1
     row = f"| `{name}.sh` | {launch.nodes} | .* | `{re.escape(str(scheme))}` | {gib} GiB |"
-    page = (FOLDER.parents[1] / "docs" / "megatron.md").read_text()
-    assert re.search(row.replace("|", r"\|"), page), "docs/megatron.md says something else"
+    page = (FOLDER.parents[1] / "docs" / "how-to" / "megatron.md").read_text()
+    assert re.search(row.replace("|", r"\|"), page), "docs/how-to/megatron.md says something else"

@@ -42,7 +42,7 @@ def test_every_kind_is_listed_and_every_listed_one_is_emitted() -> None:
 
 
 def test_the_docs_list_all_kinds() -> None:
-    text = (ROOT / "docs" / "events.md").read_text()
+    text = (ROOT / "docs" / "reference" / "events.md").read_text()
     for kind, happened in KINDS.items():
         assert f"| `{kind}` | {happened} |" in text
 
