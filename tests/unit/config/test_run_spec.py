@@ -40,6 +40,8 @@ GIVEN = {
     "--hang-seconds": "44.0",
     "--restart": "new-process",
     "--on-no-spare": "shrink",
+    "--host-seconds": "90.0",
+    "--queue-seconds": "45.0",
     "--grow": "off",
 }
 
