@@ -7,12 +7,7 @@ from megatron_ft.launchers.launcher import Launcher
 
 
 class ReturningHosts:
-    """Nodes of ``launcher`` that are away; ``seconds`` is the longest wait for them.
-
-    They come whether or not somebody waits: ``unasked``.
-    """
-
-    unasked = True
+    """Nodes of ``launcher`` that are away; ``seconds`` is the longest wait for them."""
 
     def __init__(self, launcher: Launcher, seconds: float) -> None:
         self.seconds = seconds
@@ -33,4 +28,3 @@ class ReturningHosts:
 
     def withdraw(self) -> None:
         """Wait no longer."""
-        self._away = []

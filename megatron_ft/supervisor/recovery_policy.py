@@ -1,6 +1,6 @@
 """What a job does that has lost nodes and has no spare: as set, or what is expected to cost least.
 
-The decision itself is pure (recovery_cost.py); its figures are collected here.
+The figures are collected here; what follows from them is pure (recovery_cost.py).
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from math import isinf
 
 from megatron_ft.core.identity import CHEAPEST, HOLD, SHRINK, STOP
 from megatron_ft.launchers.returning import ReturningHosts
@@ -20,27 +19,18 @@ from megatron_ft.supervisor.event_log import EVENTS, read_events
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership, NoSpareError
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
-from megatron_ft.supervisor.recovery_times import (
-    DRAIN,
-    GROW,
-    HOST,
-    QUEUE,
-    START,
-    Estimate,
-    MeasuredTimes,
-)
+from megatron_ft.supervisor.recovery_times import Estimate, MeasuredTimes
 from megatron_ft.supervisor.spec import JobSpec
 
 HORIZON_SECONDS = 86400.0
 """Time that a job without a time limit is taken to have left."""
 
-Estimates = Mapping[str, Estimate]
-
 
 class NoSparePolicy:
     """Chooses ``way``, one of SHRINK, HOLD and STOP; a batch script may requeue a job that stops.
 
-    ``hosts`` is where replacements come from.
+    ``hosts`` is where replacements come from.  ``in_vain`` says that none has come in a hold
+    after which training has not continued yet.
     """
 
     def __init__(
@@ -52,23 +42,18 @@ class NoSparePolicy:
         quarantine: QuarantinePolicy,
         hosts: ReplacementHosts | ReturningHosts | None,
     ) -> None:
-        self.way, self._in_vain = STOP, False
+        self.way, self.in_vain = STOP, False
         self._spec, self._state, self._members = spec, state, members
         self._coordinator, self._quarantine, self._hosts = coordinator, quarantine, hosts
-        limit = spec.time_limit_seconds
-        self._ends_at = time.monotonic() + limit if limit else 0.0
+        self._began = time.monotonic()
 
     def again(self) -> bool:
         """Note that no host has come; whether another way is to be chosen then."""
-        self._in_vain = self.way == HOLD
-        return self._in_vain and self._spec.settings.on_no_spare == CHEAPEST
-
-    def restored(self) -> None:
-        """Note that training continues: hosts may be waited for again."""
-        self._in_vain = False
+        self.in_vain = self.way == HOLD
+        return self.in_vain and self._spec.settings.on_no_spare == CHEAPEST
 
     async def decide(self, lack: NoSpareError) -> None:
-        """Set ``way``; an event has all ways and their figures if it was not the user who did."""
+        """Choose; where the user has not, an event has all ways and their figures."""
         self.way = self._spec.settings.on_no_spare
         if self.way != CHEAPEST:
             return
@@ -77,92 +62,69 @@ class NoSparePolicy:
         figures = await self._figures(lack, estimates)
         ways = cost.alternatives(figures)
         best = cost.cheapest(ways)
+        self.way = best.way if best is not None and best.way in (SHRINK, HOLD) else STOP
         self._coordinator.observers.emit(
             "decided",
-            describe(ways, figures, estimates),
+            describe(ways, figures.fewer, estimates),
             way=None if best is None else best.way,
-            alternatives=[
-                {**way._asdict(), "node_seconds": None if isinf(way[1]) else round(way[1], 1)}
-                for way in ways
-            ],
+            alternatives={w.way: round(w.node_seconds, 1) for w in ways if not w.why_not},
+            impossible={w.way: w.why_not for w in ways if w.why_not},
             figures={name: one._asdict() for name, one in estimates.items()},
         )
-        taken = {cost.SHRINK: SHRINK, cost.HOLD: HOLD}
-        self.way = STOP if best is None else taken.get(best.way, STOP)
 
     def _estimates(self, times: MeasuredTimes) -> dict[str, Estimate]:
-        """All times that the decision follows from."""
-        settings, now = self._spec.settings, time.monotonic()
-        names = (cost.SPARE, cost.SHRINK, GROW, START)
+        settings, limit = self._spec.settings, self._spec.time_limit_seconds
+        left = Estimate(max(0.0, self._began + limit - time.monotonic()), "time limit")
+        names = (cost.IN_PLACE, cost.SPARE, SHRINK, cost.GROW, cost.START, cost.DRAIN)
         found = {name: times.estimate(name) for name in names}
-        found[HOST] = times.host(settings.host_seconds)
-        found[QUEUE] = times.queue(settings.queue_seconds)
-        if settings.drain_dir is not None:
-            found[DRAIN] = times.estimate(DRAIN)
-        left = Estimate(self._ends_at - now, "time limit")
-        found["left"] = left if self._ends_at else Estimate(HORIZON_SECONDS, "default")
-        return found
+        found[cost.HOST] = times.estimate(cost.HOST, settings.host_seconds)
+        found[cost.QUEUE] = times.estimate(cost.QUEUE, settings.queue_seconds)
+        found[cost.LEFT] = left if limit else Estimate(HORIZON_SECONDS, "default")
+        return found if settings.drain_dir else {**found, cost.DRAIN: Estimate(0.0, "none")}
 
-    async def _figures(self, lack: NoSpareError, estimates: Estimates) -> cost.Figures:
-        active, settings, hosts = self._members.active, self._spec.settings, self._hosts
+    async def _figures(self, lack: NoSpareError, estimates: Mapping[str, Estimate]) -> cost.Figures:
+        settings, hosts = self._spec.settings, self._hosts
         fewer, why_not = nodes_left(self._spec, self._state, self._members, lack.admitted)
         lost = len(self._members.lost(lack.admitted))
-        seconds = {name: one.seconds for name, one in estimates.items()}
-        redone, requeue = await self._redone_seconds()
+        saved, drains = await self._quarantine.newest_saved(), settings.drain_dir is not None
         refused = {
-            cost.SHRINK: "" if fewer else "; ".join(why_not) or "no node is left",
-            cost.HOLD: "no host comes here" if hosts is None else "none came" * self._in_vain,
-            cost.REQUEUE: requeue if settings.queue_seconds else "nothing starts it again",
+            SHRINK: "" if fewer else "; ".join(why_not) or "no node is left",
+            HOLD: "no host comes here" if hosts is None else "none came" * self.in_vain,
+            cost.REQUEUE: "" if drains or saved >= 0 else "nothing of it is on disk",
         }
+        if not settings.queue_seconds:
+            refused[cost.REQUEUE] = "nothing starts it again"
+        committed = self._coordinator.committed
+        again = 0 if drains or committed is None else max(0, committed[1] - saved)
         return cost.Figures(
-            nodes=len(active),
+            nodes=len(self._members.active),
             lost=lost,
             spares=lost - lack.missing,
             fewer=len(fewer),
-            restarts={name: seconds[name] for name in (cost.SPARE, cost.SHRINK)},
-            grow=seconds[GROW],
-            grows=settings.grow != "off" and hosts is not None and hosts.unasked,
-            host=seconds[HOST],
+            seconds={name: one.seconds for name, one in estimates.items()},
+            grows=settings.grow != "off" and isinstance(hosts, ReturningHosts),
             hold_limit=0.0 if hosts is None else hosts.seconds,
-            drain=seconds.get(DRAIN, 0.0),
-            queue=seconds[QUEUE],
-            start=seconds[START],
-            redone=redone,
-            left=max(0.0, seconds["left"]),
+            redone=again * self._coordinator.watched.get("iteration_seconds", 0.0),
             refused=refused,
         )
 
-    async def _redone_seconds(self) -> tuple[float, str]:
-        """Time of the iterations that a later start makes again, and why none would be of use.
 
-        A drain before the job stops leaves none to be made again.
-        """
-        coordinator = self._coordinator
-        if self._spec.settings.drain_dir is not None or coordinator.committed is None:
-            return 0.0, ""
-        saved = await self._quarantine.newest_saved()
-        if saved < 0 and not self._spec.from_scratch:
-            return 0.0, "nothing of it is on disk"
-        lost = coordinator.committed[1] - max(0, saved)
-        return max(0, lost) * coordinator.watched.get("iteration_seconds", 0.0), ""
-
-
-_DOING = {cost.HOLD: "holding", cost.REQUEUE: "requeueing"}
-
-
-def describe(ways: list[cost.Alternative], figures: cost.Figures, estimates: Estimates) -> str:
+def describe(ways: list[cost.Alternative], fewer: int, estimates: Mapping[str, Estimate]) -> str:
     """The decision as a sentence: the way, the others with their figures, and defaults.  Pure."""
-    doing = {**_DOING, cost.SHRINK: f"continuing on {figures.fewer} nodes"}
+    doing = {SHRINK: f"continuing on {fewer} nodes", HOLD: "holding", cost.REQUEUE: "requeueing"}
     best = cost.cheapest(ways)
-    others = [way for way in ways if way.way not in (cost.IN_PLACE, cost.SPARE) and way != best]
-    told = [
-        f"{doing[way.way]} {way.node_seconds:,.0f}"
-        if not way.why_not
-        else f"no {_DOING.get(way.way, 'continuing')}: {way.why_not}"
-        for way in others
+    others = ", ".join(
+        f"not {doing[way]}: {why_not}" if why_not else f"{doing[way]} {lost:,.0f}"
+        for way, lost, why_not in ways
+        if way in doing and (best is None or way != best.way)
+    )
+    chosen = "stopping ("
+    if best is not None:
+        chosen = f"{doing[best.way]} (about {best.node_seconds:,.0f} node-seconds; "
+    guessed = [
+        f"{name} {seconds:,.0f} s"
+        for name, (seconds, source) in estimates.items()
+        if seconds and "default" in source
     ]
-    start = "stopping (" if best is None else f"{doing[best.way]} ("
-    start += "" if best is None else f"about {best.node_seconds:,.0f} node-seconds; "
-    guessed = [f"{n} {e.seconds:,.0f} s" for n, e in estimates.items() if e.source == "default"]
-    text = f"no spare is left: {start}{', '.join(told)})"
-    return f"{text}; by default: {', '.join(guessed)}" if guessed else text
+    by_default = f"; by default: {', '.join(guessed)}" if guessed else ""
+    return f"no spare is left: {chosen}{others}){by_default}"

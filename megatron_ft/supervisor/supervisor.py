@@ -262,11 +262,13 @@ class Supervisor:
             plan = await self._recovery.run(self._reached, self.trainers.survivors())
         except NoSpareError as error:
             await self._policy.decide(error)
-            if self._policy.way == SHRINK and shrink(self.spec, self.state, self.members, self.observers, error.admitted):
+            if self._policy.way == SHRINK and shrink(
+                self.spec, self.state, self.members, self.observers, error.admitted
+            ):
                 return Failure("fewer nodes train", asked=True)
             await self._emergency.run(error.admitted)
             raise
-        self._policy.restored()
+        self._policy.in_vain = False
         self.evacuations.restored(plan, self._reached)
         incarnation = Incarnation(
             plan=plan,

@@ -221,11 +221,9 @@ def _demand(*command: str) -> str:
 class ReplacementHosts:
     """More nodes for a job in ``allocation`` whose arenas are in ``job_dir`` on each node.
 
-    ``seconds`` is the longest wait for them; none comes ``unasked``.  ``flags`` are the site's own for sbatch, as
+    ``seconds`` is the longest wait for them.  ``flags`` are the site's own for sbatch, as
     ``--gpus-per-node=8``.
     """
-
-    unasked = False
 
     def __init__(
         self, allocation: Allocation, job_dir: Path, flags: Sequence[str], seconds: float
