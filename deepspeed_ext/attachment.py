@@ -39,7 +39,9 @@ def _checked(engine: Any, section: Section) -> SnapshotConfig:
     problems += job_contradictions(section.source, "reads only a JSON file that the command names")
     config = resolve(section.source, environment_source())
     if config.on_no_spare in MAY_SHRINK:
-        problems += [f"on_no_spare shrink: {reason}" for reason in reshape.refusals(engine)]
+        problems += [
+            f"on_no_spare {config.on_no_spare}: {reason}" for reason in reshape.refusals(engine)
+        ]
     if problems:
         lines = "".join(f"\n  {line}" for line in problems)
         raise ConfigError(

@@ -45,7 +45,7 @@ class NoSparePolicy:
         self.way, self.in_vain = STOP, False
         self._spec, self._state, self._members = spec, state, members
         self._coordinator, self._quarantine, self._hosts = coordinator, quarantine, hosts
-        self._began = time.monotonic()
+        self._unasked, self._began = isinstance(hosts, ReturningHosts), time.monotonic()
 
     def again(self) -> bool:
         """Note that no host has come; whether another way is to be chosen then."""
@@ -58,7 +58,7 @@ class NoSparePolicy:
         if self.way != CHEAPEST:
             return
         events = await asyncio.to_thread(read_events, self._state.folder / EVENTS)
-        estimates = self._estimates(MeasuredTimes(events.events))
+        estimates = self._estimates(MeasuredTimes(events.events, self._unasked))
         figures = await self._figures(lack, estimates)
         ways = cost.alternatives(figures)
         best = cost.cheapest(ways)
@@ -75,7 +75,7 @@ class NoSparePolicy:
     def _estimates(self, times: MeasuredTimes) -> dict[str, Estimate]:
         settings, limit = self._spec.settings, self._spec.time_limit_seconds
         left = Estimate(max(0.0, self._began + limit - time.monotonic()), "time limit")
-        names = (cost.IN_PLACE, cost.SPARE, SHRINK, cost.GROW, cost.START, cost.DRAIN)
+        names = (cost.SPARE, SHRINK, cost.GROW, cost.START, cost.DRAIN)
         found = {name: times.estimate(name) for name in names}
         found[cost.HOST] = times.estimate(cost.HOST, settings.host_seconds)
         found[cost.QUEUE] = times.estimate(cost.QUEUE, settings.queue_seconds)
@@ -102,7 +102,7 @@ class NoSparePolicy:
             spares=lost - lack.missing,
             fewer=len(fewer),
             seconds={name: one.seconds for name, one in estimates.items()},
-            grows=settings.grow != "off" and isinstance(hosts, ReturningHosts),
+            grows=settings.grow != "off" and self._unasked,
             hold_limit=0.0 if hosts is None else hosts.seconds,
             redone=again * self._coordinator.watched.get("iteration_seconds", 0.0),
             refused=refused,

@@ -36,9 +36,13 @@ class Estimate(NamedTuple):
 
 
 class MeasuredTimes:
-    """Seconds of each thing that a job did; ``in_vain`` are those in which no host came."""
+    """Seconds of each thing that a job did; ``in_vain`` are those in which no host came.
 
-    def __init__(self, events: Iterable[RecordedEvent]) -> None:
+    Where hosts come ``unasked``, a job that has shrunk waits for them, too.
+    """
+
+    def __init__(self, events: Iterable[RecordedEvent], unasked: bool = True) -> None:
+        self._unasked = unasked
         self.spent: dict[str, list[float]] = defaultdict(list)
         self.in_vain = 0.0
         self._since: dict[str, float] = {}
@@ -83,7 +87,7 @@ class MeasuredTimes:
             since |= {QUEUE: at} if kind == "stopped" else {}
         elif kind in ("holding", "salvaging"):
             since[HOLD if kind == "holding" else DRAIN] = at
-        elif kind == "shrunk" and self._lost:
+        elif kind == "shrunk" and self._lost and self._unasked:
             since.setdefault(SHRINK, at)
         elif kind == "grown":
             self._end(SHRINK, at, HOST)

@@ -23,12 +23,12 @@ Happened = tuple[float, str] | tuple[float, str, dict[str, Any]]
 STARTED: list[Happened] = [(0, "supervising"), (30, "training")]
 
 
-def times(*happened: Happened) -> MeasuredTimes:
+def times(*happened: Happened, unasked: bool = True) -> MeasuredTimes:
     events = [
         {"time": at, "at": at, "job": "j", "kind": kind, "text": "", **(more[0] if more else {})}
         for at, kind, *more in happened
     ]
-    return MeasuredTimes(events)
+    return MeasuredTimes(events, unasked)
 
 
 def test_restarts_are_told_apart() -> None:
@@ -64,14 +64,13 @@ def test_holds_and_drains_are_no_part_of_restarts() -> None:
 
 
 def test_a_wait_that_has_not_ended_counts_as_time_without_a_host() -> None:
-    found = times(
-        *STARTED,
-        (100, "incarnation_ended"), (100, "node_lost"), (101, "shrunk"), (110, "training"),
-        (701, "committed"),
-    )  # fmt: skip
+    lost: list[Happened] = [(100, "incarnation_ended"), (100, "node_lost"), (101, "shrunk")]
+    trains: list[Happened] = [(110, "training"), (701, "committed")]
+    found = times(*STARTED, *lost, *trains)
     assert found.estimate(HOST) == Estimate(2400, "default, 600 s in vain")
-    asked = times(*STARTED, (100, "shrunk"), (110, "training"), (701, "committed"))
-    assert not asked.in_vain, "a node that was to leave is not expected back"
+    left = times(*STARTED, (100, "shrunk"), *trains)
+    assert not left.in_vain, "a node that was to leave is not expected back"
+    assert not times(*STARTED, *lost, *trains, unasked=False).in_vain, "nobody waits"
 
 
 def test_what_was_not_measured_has_a_default_that_is_named() -> None:
