@@ -6,16 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from megatron_ft.core.identity import HOLD, SHRINK
 from megatron_ft.supervisor.event_log import RecordedEvent
 from megatron_ft.supervisor.ledger import ENDED, SUPERVISING, timeline
 from megatron_ft.supervisor.recovery_cost import (
     DRAIN,
     GROW,
-    HOLD,
     HOST,
     IN_PLACE,
     QUEUE,
-    SHRINK,
     SPARE,
     START,
 )

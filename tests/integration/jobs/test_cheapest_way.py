@@ -10,7 +10,7 @@ import pytest
 from megatron_ft.supervisor.event_log import EVENTS, EventLog
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.membership import NoSpareError
-from tests.integration.jobs.test_reshape_jobs import check, elastic_job, finish, lose, told
+from tests.integration.jobs.test_reshape_jobs import MORE, check, elastic_job, finish, lose, told
 from tests.support.jobs import Job
 
 pytestmark = pytest.mark.mpi
@@ -43,7 +43,7 @@ def test_it_shrinks_where_a_wait_would_cost_more(made: list[Job], tmp_path: Path
     check(tmp_path, 3)
 
 
-@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("measured", [False, pytest.param(True, marks=MORE)])
 def test_it_waits_for_a_host_that_is_expected_soon(
     made: list[Job], tmp_path: Path, measured: bool
 ) -> None:
@@ -63,16 +63,19 @@ def test_it_waits_for_a_host_that_is_expected_soon(
 
 
 def came_back(state: Path, seconds: float) -> None:
-    """Events of a supervisor before this one, whose job held until a host came."""
+    """Events of a supervisor before this one, whose job drained in 1 s and held for a host."""
     state.mkdir(parents=True)
     log = EventLog(state / EVENTS, "job")
-    for at, kind in ((1, "supervising"), (2, "holding"), (2 + seconds, "incarnation_ended")):
+    kinds = ("supervising", "salvaging", "holding", "incarnation_ended")
+    for kind, at in zip(kinds, (1, 2, 3, 3 + seconds), strict=True):
         log.record(JobEvent(kind, "", {}, at))
 
 
+@MORE
 def test_it_shrinks_after_a_wait_in_vain(made: list[Job], tmp_path: Path) -> None:
-    job = cheap_job(made, tmp_path, host_seconds=1.0, hold_seconds=2.0, drain_dir=tmp_path / "disk")
-    job.drain_interval = 1000
+    drains = {"drain_dir": tmp_path / "disk", "drain_interval": 1000}
+    job = cheap_job(made, tmp_path, hold_seconds=2.0, **drains)
+    came_back(tmp_path / "state" / job.name, seconds=1.5)
     job.run((10, lose("n1")), (30, finish))
     first, second = decisions(job)
     assert (first["way"], second["way"]) == ("hold", "shrink"), job.story()
@@ -81,7 +84,7 @@ def test_it_shrinks_after_a_wait_in_vain(made: list[Job], tmp_path: Path) -> Non
     check(tmp_path, 3)
 
 
-@pytest.mark.parametrize("queue", [0.0, 5.0])
+@pytest.mark.parametrize("queue", [0.0, pytest.param(5.0, marks=MORE)])
 def test_it_stops_where_a_start_anew_is_cheapest_or_nothing_else_is_left(
     made: list[Job], tmp_path: Path, queue: float
 ) -> None:

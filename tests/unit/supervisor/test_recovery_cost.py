@@ -38,10 +38,10 @@ class Clock:
     """Adds up what is lost from moment to moment, up to the end of the job's time."""
 
     def __init__(self, left: float) -> None:
-        self.seconds[LEFT], self.now, self.lost = left, 0.0, 0.0
+        self.left, self.now, self.lost = left, 0.0, 0.0
 
     def spend(self, seconds: float, nodes: float) -> None:
-        seconds = max(0.0, min(seconds, self.seconds[LEFT] - self.now))
+        seconds = max(0.0, min(seconds, self.left - self.now))
         self.now, self.lost = self.now + seconds, self.lost + seconds * nodes
 
 
