@@ -111,6 +111,20 @@ def test_a_folder_that_cannot_serve_is_refused_in_one_line(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--host-seconds", "-1"), ("--queue-seconds", "soon"), ("--hold-seconds", "nan")],
+)
+def test_an_estimate_that_makes_no_sense_is_refused_by_the_name_of_its_flag(
+    capsys: pytest.CaptureFixture[str], flag: str, value: str
+) -> None:
+    try:
+        code = cli.main(["run", flag, value, "--", "true"])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2 and flag in capsys.readouterr().err
+
+
 def test_a_job_refused_after_its_smps_started_says_where_memory_is(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
