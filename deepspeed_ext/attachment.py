@@ -19,7 +19,7 @@ from megatron_ft.config.flags import job_contradictions
 from megatron_ft.config.json_section import SECTION, Section
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.frameworks import Function
-from megatron_ft.core.identity import SHRINK, shard_id
+from megatron_ft.core.identity import MAY_SHRINK, shard_id
 from megatron_ft.trainer.manager import SnapshotManager
 
 
@@ -38,8 +38,10 @@ def _checked(engine: Any, section: Section) -> SnapshotConfig:
     problems = refusals(engine)
     problems += job_contradictions(section.source, "reads only a JSON file that the command names")
     config = resolve(section.source, environment_source())
-    if config.on_no_spare == SHRINK:
-        problems += [f"on_no_spare shrink: {reason}" for reason in reshape.refusals(engine)]
+    if config.on_no_spare in MAY_SHRINK:
+        problems += [
+            f"on_no_spare {config.on_no_spare}: {reason}" for reason in reshape.refusals(engine)
+        ]
     if problems:
         lines = "".join(f"\n  {line}" for line in problems)
         raise ConfigError(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import os
 import signal
 import time
@@ -49,7 +48,7 @@ from megatron_ft.core.errors import (
     RestartBudgetError,
     UnrecoverableError,
 )
-from megatron_ft.core.identity import SHRINK
+from megatron_ft.core.identity import MAY_SHRINK
 from megatron_ft.launchers.slurm.allocation import NO_KILL_ADVICE, no_kill
 from megatron_ft.launchers.virtual import visible_devices
 from megatron_ft.supervisor.event_log import EVENTS, EventLog
@@ -191,7 +190,7 @@ def _add_commands(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--health-seconds",
-        type=_seconds,
+        type=run_place.seconds,
         metavar="SECONDS",
         default=30.0,
         help="longest run of the health command; it is killed then, and the node counts as unknown "
@@ -210,13 +209,6 @@ def _health_command(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("the health command is empty")
     return text
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
-    return seconds
 
 
 def _kinds(text: str) -> tuple[str, ...]:
@@ -333,7 +325,7 @@ def spec_from(
     sense."""
     isal.load()  # Digests and parity need it: where it is missing, say so before anything starts.
     settle_ranks(arguments, command)
-    source, shrinks = arguments.failure_domains, settings.on_no_spare == SHRINK
+    source, shrinks = arguments.failure_domains, settings.on_no_spare in MAY_SHRINK
     check_torchrun(command, place.nodes, arguments.ranks_per_node, fewer=shrinks)
     return JobSpec(
         name=arguments.job,

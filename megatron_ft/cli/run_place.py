@@ -7,6 +7,7 @@ this same command was started (``nodes``), or those of a host file (``hostfile``
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import shutil
@@ -16,14 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_ft.cli.common import say
 from megatron_ft.cli.parser import for_few
 from megatron_ft.core.environment import check_names
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.identity import HOLD, STOP
+from megatron_ft.core.identity import CHEAPEST, HOLD, STOP
 from megatron_ft.launchers.agents.agent import AgentFront
 from megatron_ft.launchers.agents.hub import AgentHub
 from megatron_ft.launchers.agents.launcher import AgentLauncher
@@ -36,6 +37,7 @@ from megatron_ft.launchers.agents.rendezvous import (
     read_hostfile,
 )
 from megatron_ft.launchers.launcher import Launcher
+from megatron_ft.launchers.returning import ReturningHosts
 from megatron_ft.launchers.slurm.allocation import Allocation, ReplacementHosts
 from megatron_ft.launchers.slurm.launcher import SlurmLauncher
 from megatron_ft.launchers.virtual import VirtualCluster, default_root
@@ -71,7 +73,7 @@ class RunPlace:
     clean: Callable[[], None]
     destroy: Callable[[], None]
     hint: str
-    hosts: ReplacementHosts | None = None
+    hosts: ReplacementHosts | ReturningHosts | None = None
     leave: Callable[[int], None] = lambda code: None
 
 
@@ -95,10 +97,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--hold-seconds",
-        type=float,
+        type=seconds,
         default=HOLD_SECONDS,
         metavar="SECONDS",
-        help="longest wait of --on-no-spare hold, then stop (default: %(default)g)",
+        help="longest wait of --on-no-spare hold, then stop, or of auto, then another way "
+        "(default: %(default)g)",
     )
     for flag, metavar, text in (
         (
@@ -144,6 +147,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def seconds(text: str) -> float:
+    """A time above 0 from the command line."""
+    found = float(text)
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return found
+
+
 def place_of(
     arguments: argparse.Namespace,
     root: Path | None,
@@ -157,13 +168,19 @@ def place_of(
     Agents meet the supervisor in ``meeting_folder``; ``on_no_spare`` is the job's setting.
     ConfigError for flags that do not fit the place.
     """
-    root, hold = root or default_root(), on_no_spare == HOLD
+    root = root or default_root()
     if arguments.launcher == SLURM:
-        return _slurm(arguments, root, state_folder, hold)
-    if hold:
+        return _slurm(arguments, root, state_folder, on_no_spare in (HOLD, CHEAPEST))
+    if on_no_spare == HOLD:
         raise ConfigError("--on-no-spare hold needs --launcher slurm")
-    if arguments.launcher in (NODES, HOSTFILE):
-        return _gather(arguments, root, meeting_folder)
+    agents = arguments.launcher in (NODES, HOSTFILE)
+    place = _gather(arguments, root, meeting_folder) if agents else _virtual(arguments, root)
+    if on_no_spare != CHEAPEST:
+        return place
+    return replace(place, hosts=ReturningHosts(place.launcher, arguments.hold_seconds))
+
+
+def _virtual(arguments: argparse.Namespace, root: Path) -> RunPlace:
     nodes: int = VIRTUAL_NODES if arguments.nodes is None else arguments.nodes
     names = [f"node{i}" for i in range(nodes + arguments.spares)]
     cluster = VirtualCluster(arguments.job, names, root)

@@ -30,7 +30,7 @@ from megatron_ft.config.setting import (
     whole,
 )
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.identity import HOLD, SHRINK, STOP
+from megatron_ft.core.identity import CHEAPEST, HOLD, SHRINK, STOP
 
 SWITCH = "--inmem-snapshot"
 SWITCH_HELP = "Keep snapshots of the training state in host memory and restore from them."
@@ -190,10 +190,23 @@ class SnapshotConfig:
         "run_resilient), or in a new one. auto: in process, but not on CUDA.",
     )
     on_no_spare: str = one_of(
-        (STOP, HOLD, SHRINK),
+        (STOP, HOLD, SHRINK, CHEAPEST),
         "When a node is lost and no spare is left: stop, or hold memory until a Slurm job of its "
         "own has brought a host (what memory can serve is drained before), or shrink: continue "
-        "with fewer data-parallel ranks, to which the snapshot is reshaped in memory.",
+        "with fewer data-parallel ranks, to which the snapshot is reshaped in memory. auto: the "
+        "one of these that is expected to lose the fewest node-seconds.",
+    )
+    host_seconds: float = seconds(
+        0.0,
+        "Time until a host is there in place of a lost one, as on_no_spare auto expects it; what "
+        "the job measures counts beside it. 0: 1800.",
+        never=True,
+    )
+    queue_seconds: float = seconds(
+        0.0,
+        "Time that a job which has stopped waits until it is started again, for on_no_spare auto. "
+        "0: nothing starts it again.",
+        never=True,
     )
     grow: str = one_of(
         ("auto", "off"),
@@ -255,7 +268,9 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "drain_dir", "drain_interval", "drain_minutes", "drain_keep", "drain_stop_seconds",
         "drain_export_dir", "checkpoint_dir", "time_limit_seconds",
     ),
-    "failures": ("on_no_spare", "grow", "restart", "hang_seconds"),
+    "failures": (
+        "on_no_spare", "host_seconds", "queue_seconds", "grow", "restart", "hang_seconds",
+    ),
 }  # fmt: skip
 
 

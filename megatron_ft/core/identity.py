@@ -143,8 +143,11 @@ def extend(
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
-STOP, HOLD, SHRINK = "stop", "hold", "shrink"
-"""Values of ``on_no_spare``."""
+STOP, HOLD, SHRINK, CHEAPEST = "stop", "hold", "shrink", "auto"
+"""Values of ``on_no_spare``; CHEAPEST takes one of the others, by its expected cost."""
+
+MAY_SHRINK = (SHRINK, CHEAPEST)
+"""Those with which a job may continue with fewer nodes."""
 
 
 class RankRule(msgspec.Struct, frozen=True, array_like=True):

@@ -23,7 +23,7 @@ from megatron_ft.config.flags import (
     read_command,
 )
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.identity import SHRINK
+from megatron_ft.core.identity import MAY_SHRINK
 from megatron_ft.megatron import fewer_ranks
 
 GROUP_TITLE = "in-memory snapshots (megatron-ft)"
@@ -146,7 +146,7 @@ def validate(args: Any) -> SnapshotConfig:
     try:
         config = config_from_args(args)
         problems += contradictions(args)
-        if config.on_no_spare == SHRINK:
+        if config.on_no_spare in MAY_SHRINK:
             problems += fewer_ranks.refusals(args)
     except ConfigError as error:
         problems.append(str(error).strip())

@@ -43,7 +43,7 @@ def refusals(args: Any) -> list[str]:
 
     The global batch must stay what it is.
     """
-    label, found = "--inmem-on-no-spare shrink with", []
+    label, found = "--inmem-on-no-spare shrink or auto with", []
     if not _batch_is_given(args):
         found.append(f"{label}out --global-batch-size: it would follow the number of ranks")
     if getattr(args, "step_batch_size_schedule", None) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from megatron_ft.core.fault_points import reach
-from megatron_ft.core.identity import SHRINK, RankRule
+from megatron_ft.core.identity import MAY_SHRINK, RankRule
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import Domains, members_of, possible_scheme
 from megatron_ft.supervisor.admission import Inventories
@@ -31,24 +31,15 @@ def shrink(
 
     If it shall and cannot, the reason is emitted, and nodes and memory are as before.
     """
-    if spec.settings.on_no_spare != SHRINK:
+    if spec.settings.on_no_spare not in MAY_SHRINK:
         return False
-    active, rule = members.active, state.record.rank_rule
-    chosen: list[str] = []
-    if rule is None:
-        reasons = ["its ranks have not said yet with how many they could"]
-    else:
-        there = members.usable(admitted)
-        left = [*(n for n in active if n in there), *(n for n in there if n not in active)]
-        chosen, reasons = fewer_nodes(
-            left, len(active), spec.ranks_per_node, rule, spec.domains, spec.scheme
-        )
+    chosen, reasons = nodes_left(spec, state, members, admitted)
     if not chosen:
         text = "; ".join(reasons) or "no node is left"
         observers.emit("not_shrunk", f"the job cannot continue with fewer nodes: {text}")
         return False
     reach("shrink.chosen")
-    before = len(active)
+    before = len(members.active)
     members.train_on(chosen)
     reach("shrink.noted")
     text = f"continuing with {len(chosen)} nodes instead of {before}, {members.ranks} ranks"
@@ -61,6 +52,18 @@ def shrink(
     return True
 
 
+def nodes_left(
+    spec: JobSpec, state: JobState, members: Membership, admitted: Inventories
+) -> tuple[list[str], list[str]]:
+    """The nodes with which a job could continue that has lost some, and why not with more."""
+    active, rule = members.active, state.record.rank_rule
+    if rule is None:
+        return [], ["its ranks have not said yet with how many they could"]
+    there = members.usable(admitted)
+    left = [*(n for n in active if n in there), *(n for n in there if n not in active)]
+    return fewer_nodes(left, len(active), spec.ranks_per_node, rule, spec.domains, spec.scheme)
+
+
 def nodes_without(
     spec: JobSpec, state: JobState, members: Membership, leaving: Collection[str]
 ) -> tuple[list[str], list[str]]:
@@ -69,7 +72,7 @@ def nodes_without(
     None if it shall not shrink, or cannot: the reasons then say why, as ``fewer_nodes`` does.
     """
     active, rule = members.active, state.record.rank_rule
-    if spec.settings.on_no_spare != SHRINK or rule is None:
+    if spec.settings.on_no_spare not in MAY_SHRINK or rule is None:
         return [], []
     left = [node for node in active if node not in leaving]
     return fewer_nodes(left, len(active), spec.ranks_per_node, rule, spec.domains, spec.scheme)

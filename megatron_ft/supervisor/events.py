@@ -81,6 +81,7 @@ KINDS: Mapping[str, str] = {
     "evacuated": "the ranks of a node have moved",
     "not_evacuated": "a node cannot be evacuated",
     "undone": "an evacuated node is a spare again",
+    "decided": "the cheapest way to continue without a spare was chosen, by its expected cost",
     "holding": "memory is held until replacement hosts come",
     "host": "a replacement host has come",
     "hold_refused": "no replacement host can be asked for",

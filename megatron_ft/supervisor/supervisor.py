@@ -28,9 +28,11 @@ from megatron_ft.core.errors import (
     StaleIncarnationError,
     UntrustedFileError,
 )
+from megatron_ft.core.identity import HOLD, SHRINK
 from megatron_ft.core.private_files import replace_file
 from megatron_ft.core.process_tools import in_thread
 from megatron_ft.launchers.launcher import Launcher
+from megatron_ft.launchers.returning import ReturningHosts
 from megatron_ft.launchers.slurm.allocation import ReplacementHosts
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
@@ -52,6 +54,7 @@ from megatron_ft.supervisor.membership import Membership, NoSpareError
 from megatron_ft.supervisor.processes import TrainerFleet
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
 from megatron_ft.supervisor.recovery import RebuildError, Recovery
+from megatron_ft.supervisor.recovery_policy import NoSparePolicy
 from megatron_ft.supervisor.schedule import Pacing
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.watch import JobWatch
@@ -74,7 +77,7 @@ class Supervisor:
         spec: JobSpec,
         launcher: Launcher,
         state: JobState,
-        hosts: ReplacementHosts | None = None,
+        hosts: ReplacementHosts | ReturningHosts | None = None,
     ) -> None:
         self.spec, self.state, self.observers = spec, state, Observers()
         self._launcher, self._hosts = launcher, hosts
@@ -114,6 +117,9 @@ class Supervisor:
             self._disk,
             self._quarantine,
             self.health,
+        )
+        self._policy = NoSparePolicy(
+            spec, state, self.members, self.coordinator, self._quarantine, hosts
         )
         self._emergency = EmergencyDrain(
             spec, state, self.coordinator, self.members, self.drains, self._recovery
@@ -210,9 +216,11 @@ class Supervisor:
         try:
             return await self._recover_and_train()
         except NoSpareError as error:
-            if not await self._hold_for_hosts(error.missing):
+            if self._policy.way == HOLD and await self._hold_for_hosts(error.missing):
+                return Failure("replacement hosts have come", asked=True)
+            if not self._policy.again():
                 raise
-            return Failure("replacement hosts have come", asked=True)
+            return Failure("no replacement host has come", asked=True)
         except RebuildError as error:
             self._quarantine.rebuild_failed(error.corrupt)
             self.observers.emit("rebuild_failed", f"the rebuild failed: {error}")
@@ -259,10 +267,14 @@ class Supervisor:
         try:
             plan = await self._recovery.run(self._reached, self.trainers.survivors())
         except NoSpareError as error:
-            if shrink(self.spec, self.state, self.members, self.observers, error.admitted):
+            await self._policy.decide(error)
+            if self._policy.way == SHRINK and shrink(
+                self.spec, self.state, self.members, self.observers, error.admitted
+            ):
                 return Failure("fewer nodes train", asked=True)
             await self._emergency.run(error.admitted)
             raise
+        self._policy.in_vain = False
         self.evacuations.restored(plan, self._reached)
         incarnation = Incarnation(
             plan=plan,

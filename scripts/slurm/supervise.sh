@@ -17,6 +17,7 @@
 : "${PROTECT:=}"
 : "${AFTER_TERM:=requeue}"
 : "${ON_NO_SPARE:=requeue}"
+: "${QUEUE_SECONDS:=120}"
 : "${MAX_REQUEUES:=100}"
 : "${RUN_FLAGS:=}"
 : "${SRUN_FLAGS:=}"
@@ -42,7 +43,7 @@ one_of() {
     exit 2
 }
 one_of AFTER_TERM "$AFTER_TERM" requeue stop
-one_of ON_NO_SPARE "$ON_NO_SPARE" requeue stop hold shrink
+one_of ON_NO_SPARE "$ON_NO_SPARE" requeue stop hold shrink auto
 if ! [[ "$MAX_REQUEUES" =~ ^[0-9]+$ ]]; then
     echo "megatron-ft: MAX_REQUEUES is '$MAX_REQUEUES'; give a whole number >= 0" >&2
     exit 2
@@ -58,7 +59,7 @@ THIS="$SLURM_JOB_ID"
 [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || THIS="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 on_no_spare=stop
 case "$ON_NO_SPARE" in
-    hold | shrink) on_no_spare="$ON_NO_SPARE" ;;
+    hold | shrink | auto) on_no_spare="$ON_NO_SPARE" ;;
 esac
 stop_for_good=""
 told=""
@@ -89,6 +90,7 @@ run_once() {
         --ranks-per-node "$RANKS_PER_NODE" ${PROTECT:+--protect "$PROTECT"} --arena-dir "$ARENA_DIR" \
         --state-dir "$STATE_DIR" --drain-dir "$DRAIN_DIR" \
         --drain-interval "$DRAIN_INTERVAL" --drain-minutes "$DRAIN_MINUTES" --on-no-spare "$on_no_spare" \
+        --queue-seconds "$QUEUE_SECONDS" \
         ${EXPORT_DIR:+--drain-export-dir "$EXPORT_DIR"} \
         ${SRUN_FLAGS:+"--srun-flags=$SRUN_FLAGS"} $RUN_FLAGS -- "$@" &
     child=$!

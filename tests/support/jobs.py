@@ -17,9 +17,11 @@ from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.config import SETTINGS, SnapshotConfig
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE
+from megatron_ft.core.identity import CHEAPEST
 from megatron_ft.core.process_tools import free_port
 from megatron_ft.launchers import trainer_host, warm_client
 from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.launchers.returning import ReturningHosts
 from megatron_ft.supervisor.event_log import EVENTS, EventLog
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.failures import RestartBudget
@@ -142,6 +144,10 @@ class Job:
     quarantine_iterations: int = SnapshotConfig().quarantine_iterations
     register_timeout_seconds: float = 600.0
     on_no_spare: str = "stop"
+    host_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    hold_seconds: float = 60.0
+    """Longest wait for lost nodes to come back, where the job chooses to wait."""
     health_command: str = ""
     health_seconds: float = 30.0
     root: Path | None = None
@@ -235,7 +241,9 @@ class Job:
     async def _run(self, faults: tuple[tuple[int, Fault], ...]) -> None:
         self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
         with JobState(self.folder / "state" / self.name, self.name) as state:
-            self.supervisor = Supervisor(self.spec(), self.cluster, state)
+            hosts = ReturningHosts(self.cluster, self.hold_seconds)
+            waits = self.on_no_spare == CHEAPEST
+            self.supervisor = Supervisor(self.spec(), self.cluster, state, hosts if waits else None)
             self.supervisor.observers.add(self._notice)
             EventLog(self.folder / EVENTS, self.name).follow(self.supervisor.coordinator)
             tasks = [asyncio.create_task(self._inject(faults)), asyncio.create_task(self._begin())]

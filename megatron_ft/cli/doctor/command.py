@@ -30,7 +30,7 @@ from megatron_ft.cli.training_command import command_of, settle, settle_ranks
 from megatron_ft.config import SnapshotConfig, json_section
 from megatron_ft.config.flags import read_command
 from megatron_ft.core.errors import ControlPlaneError, ProtectionError
-from megatron_ft.core.identity import SHRINK
+from megatron_ft.core.identity import MAY_SHRINK
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.launchers.container import python_of
 from megatron_ft.launchers.virtual import default_root
@@ -146,7 +146,7 @@ def wishes_of(
     section, record = json_section.read_command(command), None
     with suppress(ControlPlaneError):  # ``run`` refuses notes that cannot be read
         record = read_record(state_folder(arguments.job, arguments.state_dir), arguments.job)
-    enabled, shrinks = read_command(command).enabled, settings.on_no_spare == SHRINK
+    enabled, shrinks = read_command(command).enabled, settings.on_no_spare in MAY_SHRINK
     megatron = fewer_ranks.arguments_of(command) if enabled and shrinks else None
     refusals = [] if megatron is None else fewer_ranks.refusals(megatron)
     return Wishes(

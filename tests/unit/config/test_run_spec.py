@@ -41,6 +41,8 @@ GIVEN = {
     "--hang-seconds": "44.0",
     "--restart": "new-process",
     "--on-no-spare": "shrink",
+    "--host-seconds": "90.0",
+    "--queue-seconds": "45.0",
     "--grow": "off",
 }
 
@@ -108,6 +110,20 @@ def test_a_folder_that_cannot_serve_is_refused_in_one_line(
     error = capsys.readouterr().err
     assert error.startswith("megatron-ft: error: ") and said in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--host-seconds", "-1"), ("--queue-seconds", "soon"), ("--hold-seconds", "nan")],
+)
+def test_an_estimate_that_makes_no_sense_is_refused_by_the_name_of_its_flag(
+    capsys: pytest.CaptureFixture[str], flag: str, value: str
+) -> None:
+    try:
+        code = cli.main(["run", flag, value, "--", "true"])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2 and flag in capsys.readouterr().err
 
 
 def test_a_job_refused_after_its_smps_started_says_where_memory_is(

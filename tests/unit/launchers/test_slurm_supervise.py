@@ -240,6 +240,7 @@ ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
         (11, {}, True),
         (11, {"ON_NO_SPARE": "hold"}, True),
         (11, {"ON_NO_SPARE": "shrink"}, True),
+        (11, {"ON_NO_SPARE": "auto"}, True),
         (11, {"ON_NO_SPARE": "stop"}, False),
         (12, {}, False),
         (13, {}, True),
@@ -256,7 +257,7 @@ def test_what_follows_from_an_exit_code(
     assert batch.did("scontrol requeue 9") == requeued
     assert batch.did(FREED) == (code != 0), "memory of a job that ends is freed"
     policy = settings.get("ON_NO_SPARE", "")
-    assert batch.did(f"--on-no-spare {policy if policy in ('hold', 'shrink') else 'stop'} ")
+    assert batch.did(f"--on-no-spare {policy if policy in ('hold', 'shrink', 'auto') else 'stop'} ")
     assert batch.did("scancel --me --name=megatron-ft-host-of-9")
     assert not batch.did("--state=PENDING")
 
