@@ -139,6 +139,7 @@ class Job:
     domains: Mapping[str, str] = field(default_factory=dict)
     hang_seconds: float = 600.0
     quarantine_iterations: int = SnapshotConfig().quarantine_iterations
+    compare_replicas: int = SnapshotConfig().compare_replicas
     register_timeout_seconds: float = 600.0
     on_no_spare: str = "stop"
     health_command: str = ""
