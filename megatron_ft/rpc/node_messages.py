@@ -169,7 +169,7 @@ class ReplicaDigests(msgspec.Struct, frozen=True, array_like=True):
     """Digests of live tensors of which the ranks of a process group hold replicas.
 
     ``group`` stands for the ranks and the tensors' names, ``digests`` are in the order of names.
-    One rank of the group gives the ``names``, too: a part may be several small tensors.
+    One rank of the group gives the ``names`` at first, too: a part may be several small tensors.
     """
 
     group: Name
