@@ -16,6 +16,7 @@ import torch
 from deepspeed_ext import client_state, reshape, state_parts
 from deepspeed_ext.checkpoint_form import RankDescription
 from deepspeed_ext.optimizers import view_of
+from deepspeed_ext.optimizers.unsharded import replica_group
 from deepspeed_ext.optimizers.view import (
     MAKERS,
     OwnedMaster,
@@ -128,6 +129,16 @@ class EngineState:
         for master in self._masters:
             found |= dict.fromkeys(names_of(master), master.replicas)
         return {name: group for name, group in found.items() if group is not None}
+
+    def compared(self) -> dict[str, tuple[torch.Tensor, Any]]:
+        """The model's parameters, unless ZeRO-3 has cut them: then no rank has what another has."""
+        every = self._model.tree.parameters.items()
+        return {
+            f"model/{name}": (parameter, group)
+            for name, parameter in every
+            if not hasattr(parameter, "ds_tensor")
+            if (group := replica_group(self._engine, parameter)) is not None
+        }
 
     def replica_group(self, name: str) -> Any:
         """The group of a weight that the snapshot holds and this state does not yet."""

@@ -20,6 +20,7 @@ from megatron_ft.config.setting import (
     INTERVAL,
     SCHEME,
     WHOLE,
+    WORD,
     Setting,
     bandwidth,
     folder,
@@ -155,6 +156,19 @@ class SnapshotConfig:
         "third time. 0: no quarantine.",
         0,
         "iterations",
+    )
+    compare_replicas: int = whole(
+        0,
+        "Every so many snapshots, tensors that ranks must have alike are compared by digests; one "
+        "in which they differ is not committed. 0: never.",
+        0,
+        "snapshots",
+    )
+    compare_except: str | None = setting(
+        WORD,
+        None,
+        "Tensors that differ by design and are not compared: names, with * for any text and commas "
+        "between.",
     )
     transport: str = one_of(
         ("auto", "mpi", "tcp"),

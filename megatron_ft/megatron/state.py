@@ -27,6 +27,7 @@ from megatron_ft.megatron.state_parts import (
     module_tree,
     replica_group,
     restore_random_states,
+    weight_group,
 )
 from megatron_ft.trainer import master_tensors
 from megatron_ft.trainer.master_tensors import MasterTensors, Owned, as_captured
@@ -124,6 +125,16 @@ class MegatronState:
                 names = (_MAIN, *kept)
                 found |= {f"{master.name}.{name}": groups[master.name] for name in names}
         return found
+
+    def compared(self) -> dict[str, tuple[torch.Tensor, Any]]:
+        """The model's weights, as its data-parallel ranks have them when an iteration has ended.
+
+        None where they are gathered while the next one runs, or sharded.
+        """
+        if not state_parts.weights_are_whole(self._args):
+            return {}
+        every = self._tree.parameters.items()
+        return {name: (weight, weight_group(weight)) for name, weight in every}
 
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take weights that the snapshot holds because they did not follow from masters."""

@@ -196,9 +196,25 @@ def replica_group(master: Master, args: Any) -> Any:
         if getattr(args, "num_distributed_optimizer_instances", 1) == 1:
             return None
         return mpu.get_inter_distributed_optimizer_instance_group()
-    if getattr(master.parameter, "allreduce", True):
+    return weight_group(master.parameter)
+
+
+def weight_group(parameter: Any) -> Any:
+    """The process group whose ranks train the same parameter of the model."""
+    from megatron.core import mpu
+
+    if getattr(parameter, "allreduce", True):
         return mpu.get_data_parallel_group(with_context_parallel=True)
     return mpu.get_expert_data_parallel_group()
+
+
+_SHARDED = ("overlap_param_gather", "use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
+"""Arguments with which no rank need have all weights at the end of an iteration."""
+
+
+def weights_are_whole(args: Any) -> bool:
+    """True if each rank has all weights of its part of the model when an iteration has ended."""
+    return not any(getattr(args, name, False) for name in _SHARDED)
 
 
 def plain_name(name: str) -> str:

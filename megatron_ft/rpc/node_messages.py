@@ -31,6 +31,9 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 """A duration."""
 
+REPLICA_DIGEST_BYTES = 8
+"""Length of one digest in ReplicaDigests."""
+
 Members = Annotated[tuple[SealedRecord, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
 """The records of a stripe's members, in order."""
 
@@ -162,10 +165,26 @@ class Begins(Message, frozen=True):
     slot: Count
 
 
+class ReplicaDigests(msgspec.Struct, frozen=True, array_like=True):
+    """Digests of live tensors of which the ranks of a process group hold replicas.
+
+    ``group`` stands for the ranks and the tensors' names, ``digests`` are in the order of names.
+    One rank of the group gives the ``names`` at first, too: a part may be several small tensors.
+    """
+
+    group: Name
+    digests: bytes
+    names: tuple[str, ...] = ()
+
+
 class Sealed(Message, frozen=True):
-    """All bytes and digests of the shard are in the granted slot; capture has ended."""
+    """All bytes and digests of the shard are in the granted slot; capture has ended.
+
+    ``replicas`` are digests of what other ranks must have alike, where snapshots are compared.
+    """
 
     record: SealedRecord
+    replicas: tuple[ReplicaDigests, ...] = ()
 
 
 class Missed(Message, frozen=True):

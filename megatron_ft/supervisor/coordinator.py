@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from megatron_ft.core.errors import ControlPlaneError
@@ -31,6 +32,7 @@ from megatron_ft.supervisor.damage import DamagedShards
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.exposure import Exposure, Fallbacks
 from megatron_ft.supervisor.orders import Timing
+from megatron_ft.supervisor.replicas import ReplicaWatch
 from megatron_ft.supervisor.summary import Skips, SummaryParts
 
 LOOK_SECONDS = 0.25
@@ -80,6 +82,7 @@ class Coordinator(Connections):
         """What became of each node that was to be evacuated, for the summary."""
         self.skips = Skips()
         self.damage = DamagedShards(observers)
+        self.replicas = ReplicaWatch(observers)
         self.given_up = (0, "")
         # By snapshot: the longest time that it has held a trainer.
         self._stalls: dict[SnapshotId, float] = {}
@@ -164,6 +167,7 @@ class Coordinator(Connections):
     def start_snapshots(self, cycle: SnapshotCycle) -> None:
         """Permit one snapshot after the other until ``stop_snapshots``."""
         self.cycle = cycle
+        cycle.judge = partial(self.replicas.judge, cycle.places)
         self._protect_tries.clear()
         self._keep(self._pump(cycle))
 
@@ -246,6 +250,8 @@ class Coordinator(Connections):
         newest, world, halt = self.committed, self.usable_world, self._standstill
         if halt is not None and (halt.ended.done() or not world or self.crowded):
             return []
+        if self.replicas.differ.is_set():
+            return []  # this incarnation is about to end
         if halt is None and newest is not None and newest[2] == "local" and world:
             tries = self._protect_tries.get(newest[0], 0)
             damaged = any(snapshot == newest[0] for _, snapshot in self.damage.lost)

@@ -12,7 +12,7 @@ test does the same with random interleavings.  There is at most one snapshot und
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -67,6 +67,14 @@ MOMENTARY = (TransitionRefusedError.__name__, PinnedError.__name__)
 """Refusals of a permit that the next message of a trainer or reader may end."""
 
 
+Judge = Callable[[SnapshotId, int, Mapping[str, Sequence[m.ReplicaDigests]]], str]
+"""Gives the reason why a sealed snapshot, of an iteration, is not to be committed, or nothing."""
+
+
+def _accept(snapshot: SnapshotId, iteration: int, replicas: object) -> str:
+    return ""
+
+
 class CyclePhase(Enum):
     """Phase of the snapshot under way."""
 
@@ -81,7 +89,8 @@ class SnapshotCycle:
     """Permits snapshots one after the other and takes each to commit or abort.
 
     ``places`` maps each shard to its node, ``schedule`` chooses the iterations.  ``stay`` is how
-    long trainers stay at the boundary of the snapshot under way, 0: not at all.
+    long trainers stay at the boundary of the snapshot under way, 0: not at all.  ``judge`` is
+    asked once all shards are sealed, with the digests of their replicas.
     """
 
     def __init__(
@@ -115,6 +124,8 @@ class SnapshotCycle:
         self._passed_since: float | None = None
         self._stuck = False
         self.stay = 0.0
+        self.judge: Judge = _accept
+        self._replicas: dict[str, Sequence[m.ReplicaDigests]] = {}
 
     @cached_property
     def stripe_map(self) -> StripeMap:
@@ -160,7 +171,7 @@ class SnapshotCycle:
         self._world = world
         self._broken, self._corrupt = "", frozenset()
         self._waiting, self._writing = set(self.places), set(self.places)
-        self._passed_since, self.stay = None, stay
+        self._passed_since, self.stay, self._replicas = None, stay, {}
         grant = m.Grant(self.incarnation, self.snapshot, self.iteration, give_up_protected, stay)
         return self._to_all(grant)
 
@@ -268,8 +279,11 @@ class SnapshotCycle:
         if self.phase != CyclePhase.CAPTURING or body.record.snapshot != self.snapshot:
             return []
         self._waiting.discard(body.record.shard_id)
+        self._replicas[body.record.shard_id] = body.replicas
         if not self._all_sealed():
             return []
+        if reason := self.judge(self.snapshot, self.iteration, self._replicas):
+            return self._abort(reason)
         if not self._world or not self.stripes:
             return self._commit("local")
         return self._encode()

@@ -67,6 +67,8 @@ KINDS: Mapping[str, str] = {
     "load_failed": "a drained checkpoint could not be loaded into memory",
     "restore_from_unusable": "--restore-from cannot be used",
     "declined": "the ranks declined the snapshot that memory offered",
+    "replicas_differ": "replicas that must be equal are not: the snapshot is given up",
+    "replicas_unlike": "replicas differ by design and are compared no more",
     "quarantined": "training failed twice from a snapshot: it is not used again",
     "rewind": "a rewind was asked for",
     "notes_unwritten": "the job's notes could not be written",

@@ -23,7 +23,8 @@ class Failure:
     whatever rank or node and in whatever iteration it happens.  ``place`` is the node that is
     implicated, empty if none is.  ``training`` says that the training command itself failed:
     not a node, nor somebody who killed it.  ``asked`` that the user wanted the incarnation to
-    end, ``final`` that another start would meet the same failure.
+    end, ``final`` that another start would meet the same failure, ``proven`` that ``place`` is at
+    fault beyond doubt.
     """
 
     text: str
@@ -32,6 +33,7 @@ class Failure:
     training: bool = False
     asked: bool = False
     final: bool = False
+    proven: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Health of nodes: finds the nodes that get no ranks at the next start while spares are free.
 
 The user's command votes on every node before each start, and two failures in a row that name one
-node are a vote against it.
+node are a vote against it, or one that proves it at fault.
 """
 
 from __future__ import annotations
@@ -58,12 +58,14 @@ def vote_of(status: int | None, said: str, seconds: float) -> Vote:
     return Vote("unknown" if status < 0 else "unhealthy", reason, status in CANNOT_RUN)
 
 
-def twice_in_a_row(failures: Sequence[Failure]) -> str:
-    """The node that the last two failures name, "" if there is none.  Pure.
+def node_at_fault(failures: Sequence[Failure]) -> str:
+    """The node that the last two failures name, or the last proves, "" if there is none.  Pure.
 
     Lost nodes are replaced anyway, and what a user asks for is no failure.
     """
     last = [f for f in failures if not f.asked][-2:]
+    if last and last[-1].proven:
+        return last[-1].place
     named = {f.place for f in last if f.cause != NODE_LOST} if len(last) == 2 else set()
     return named.pop() if len(named) == 1 and all(f.cause != NODE_LOST for f in last) else ""
 
@@ -166,8 +168,8 @@ class Health:
                 self._emit("health_unknown", text, node)
         members = self._members
         unhealthy = {n: v.reason for n, v in votes.items() if v.verdict == "unhealthy"}
-        twice = twice_in_a_row(self._failures)
-        named = {twice} & set(admitted) - unhealthy.keys() - members.evacuated
+        fault, last = node_at_fault(self._failures), self._failures[-1:]
+        named = {fault} & set(admitted) - unhealthy.keys() - members.evacuated
         suspects = [*unhealthy, *named]
         spares = set(members.usable(admitted)) - {*members.active, *suspects}
         free = len(spares) - len(members.lost(admitted))
@@ -178,6 +180,7 @@ class Health:
         for node in named:
             causes = " and ".join(f.text for f in self._failures)
             text = f"{node} caused two failures in a row: {causes}"
+            text = last[0].text if last[0].proven else text
             text = self._conclude(node, text, used[node], last_resort=True)
             if used[node] != NO_SPARE:
                 self._failures = ()

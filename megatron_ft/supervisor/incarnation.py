@@ -167,14 +167,17 @@ class Incarnation:
         rewind = asyncio.create_task(coordinator.rewind_asked.wait())
         hang = asyncio.create_task(self.watch.until_hang())
         move = asyncio.create_task(self.evacuations.until_due())
+        differ = asyncio.create_task(coordinator.replicas.differ.wait())
         try:
             while True:
                 smp = asyncio.create_task(smps.ended())
-                waits: set[asyncio.Task[Any]] = {trainers, silent, smp, rewind, hang, move}
+                waits: set[asyncio.Task[Any]] = {trainers, silent, smp, rewind, hang, move, differ}
                 waits |= set() if beginning.done() else {beginning}
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 dead = smp.result() if smp.done() else []
                 smp.cancel()
+                if differ.done():
+                    return await self._replicas_differ()
                 if trainers.done():
                     return await self._trainers_ended(trainers.result())
                 if rewind.done():
@@ -195,7 +198,7 @@ class Incarnation:
                 if reason := await self.members.replace_smps(dead):
                     return Failure(reason, "a snapshot daemon was not replaced", dead[0])
         finally:
-            for task in (trainers, silent, rewind, hang, move, beginning):
+            for task in (trainers, silent, rewind, hang, move, differ, beginning):
                 task.cancel()
 
     async def _trainers_ended(self, first: TrainerExit) -> Failure | None:
@@ -214,6 +217,17 @@ class Incarnation:
             return Failure(text, asked=True)
         registration.check_fit()
         return self._trainer_failure(first)
+
+    async def _replicas_differ(self) -> Failure:
+        """The failure of replicas that differ; what may have gone wrong with them is given up."""
+        coordinator = self.coordinator
+        await coordinator.refresh()
+        on_nodes = [coordinator.held.get(node, ()) for node in self.plan.active]
+        held = set.intersection(*({(s, i) for s, i, _ in one} for one in on_nodes))
+        known = (coordinator.committed, coordinator.durable)
+        before, failure = coordinator.replicas.undo(held | {one[:2] for one in known if one})
+        self.quarantine.give_up(before)
+        return failure
 
     def _trainer_failure(self, first: TrainerExit) -> Failure:
         """The failure of the first trainer; its end and the end of its log are emitted."""

@@ -140,10 +140,14 @@ class QuarantinePolicy:
     def rewind(self) -> str:
         """Carry out the user's request; the reason why this incarnation ends, for people."""
         before = self._coordinator.rewind_before
-        self._remember(self.quarantine.rewound(before))
+        self.give_up(before)
         text = f"rewinding to before iteration {before}"
         self._coordinator.observers.emit("rewind", text, before=before)
         return text
+
+    def give_up(self, before: int) -> None:
+        """Restore nothing of iteration ``before`` or later, nor what the framework saved of it."""
+        self._remember(self.quarantine.rewound(before))
 
     async def newest_saved(self) -> int:
         """The newest iteration that the framework has saved itself; -1 for none, or if unknown."""

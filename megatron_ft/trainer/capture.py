@@ -27,6 +27,7 @@ from megatron_ft.rpc.client import TrainerClient
 from megatron_ft.trainer.binding import layout_changed
 from megatron_ft.trainer.copier import Copier
 from megatron_ft.trainer.engine import CaptureEngine, CaptureRun
+from megatron_ft.trainer.replicas import ReplicaDigester
 from megatron_ft.trainer.state import TrainingState, live_tensors
 from megatron_ft.trainer.stats import CaptureStats, IterationTimes, Warner
 from megatron_ft.trainer.ticket import Ticket, TicketBook
@@ -133,6 +134,7 @@ class Capture:
         self._client, self._stats, self._warn = client, stats, warn
         self._timeout_seconds = config.fence_timeout_seconds
         self._losses = LossGate(config.loss_gate)
+        self._replicas = ReplicaDigester(config.compare_replicas, config.compare_except or "")
         self._times = IterationTimes()
         self._tickets = TicketBook()
         self._engine: CaptureEngine | None = None
@@ -252,8 +254,11 @@ class Capture:
         # Encoded now, as training continues with them; put beside the layout by the copy thread.
         objects = encode(state.objects())
         meta = partial(pack_encoded, self._engine.binding.layout_bytes, objects, self._form)
+        compare = None
+        if self._replicas.due(permit.snapshot):
+            compare = partial(self._replicas.take, state)
         self._tickets.add(ticket)
-        return self._engine.begin(permit, ticket, live, meta, started)
+        return self._engine.begin(permit, ticket, live, meta, started, compare)
 
     def _stay(self, permit: Permit, ticket: Ticket, until: float) -> None:
         """Stay at this boundary until the job ends this incarnation, which loses nothing then.
@@ -348,7 +353,7 @@ class Capture:
         )
         self._client.send(cost)
         # The cost first: the node's report leaves with the last of its ranks' Sealed.
-        self._client.send(m.Sealed(record))
+        self._client.send(m.Sealed(record, run.replicas))
 
     def _on_abandoned(self, run: CaptureRun, reason: str) -> None:
         """The engine has stopped a capture and writes no more for it."""

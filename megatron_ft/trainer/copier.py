@@ -11,6 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from threading import Event, Lock, get_ident
 from typing import Any, NamedTuple, Protocol
 
@@ -153,6 +154,12 @@ class Copier(Protocol):
         ``should_stop`` is asked before each piece; True ends the copy and False is returned.
         A training thread that waits for the copy takes pieces that are offered in ``shared``.
         On every way out, exceptions included, nothing writes to the targets any more.
+        """
+
+    def after(self, mark: Any) -> AbstractContextManager[None]:
+        """A context in the copy thread whose device work comes after the mark, beside training.
+
+        All of it is done when the context is left.
         """
 
     def enter_thread(self) -> None:

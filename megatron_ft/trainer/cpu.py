@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -117,6 +118,10 @@ class CpuCopier:
             items.plan = [SerialBatch.of(batch) for batch in batches(items, self._piece_bytes)]
         plan: list[SerialBatch] = items.plan
         return plan
+
+    def after(self, mark: None) -> AbstractContextManager[None]:
+        """A context that does nothing: there is no device."""
+        return nullcontext()
 
     def enter_thread(self) -> None:
         """Do nothing; the class says which settings are avoided."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from operator import methodcaller
 from typing import Any
 
@@ -134,6 +134,16 @@ class CudaCopier:
         done = self._cuda.Event(blocking=True)
         done.record(self._stream)
         return done
+
+    @contextmanager
+    def after(self, mark: Any) -> Iterator[None]:
+        """A context on the side stream; host tensors have arrived in it, too."""
+        mark.synchronize()
+        try:
+            with self._cuda.stream(self._stream):
+                yield
+        finally:
+            self._stream.synchronize()
 
     def enter_thread(self) -> None:
         """Select the device: the selection belongs to the thread, the default is device 0."""

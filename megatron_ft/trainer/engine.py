@@ -27,6 +27,7 @@ from megatron_ft.core.errors import (
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.core.shard import ShardLayout, pack_meta
+from megatron_ft.rpc import messages as m
 from megatron_ft.trainer.binding import LayoutBinding
 from megatron_ft.trainer.copier import Copier, CopyItem, SharedPieces, ShouldStop, spare_threads
 from megatron_ft.trainer.cpu import CpuCopier
@@ -86,12 +87,15 @@ def choose_copier(state: TrainingState) -> Copier:
     return CudaCopier(*devices)
 
 
+Compare = Callable[[Mapping[str, torch.Tensor], ShouldStop], tuple[m.ReplicaDigests, ...]]
+
+
 @dataclass
 class CaptureRun:
     """One capture from the boundary to sealed or abandoned, shared by training and copy thread.
 
     ``live`` are all tensors of the state; ``staged`` what the boundary left to copy of those
-    that forward may change.
+    that forward may change.  ``compare`` takes the digests of ``replicas`` from live tensors.
     ``moved`` is set when nothing reads the live tensors any more, whatever the result;
     ``finished`` when nothing writes to the slot any more and the SMP has its report.
     """
@@ -102,6 +106,8 @@ class CaptureRun:
     staged: list[CopyItem]
     mark: Any
     meta: Callable[[], bytes]
+    compare: Compare | None = None
+    replicas: tuple[m.ReplicaDigests, ...] = ()
     copied_bytes: int = 0
     boundary_seconds: float = 0.0
     copy_seconds: float = 0.0
@@ -163,7 +169,7 @@ class CaptureRun:
             if not complete:
                 self.stop_reason = self.stop_reason or reason
             # Digests do not need the live tensors: let go of them.
-            self.live, self.staged, self.mark = {}, [], None
+            self.live, self.staged, self.mark, self.compare = {}, [], None, None
             self.moved.set()
             self.shared.withdraw()
             return not self.stop_reason
@@ -275,12 +281,13 @@ class CaptureEngine:
         live: Mapping[str, torch.Tensor],
         meta: Callable[[], bytes],
         started: float,
+        compare: Compare | None = None,
     ) -> CaptureRun:
         """Secure what may change at once and start the copy of the rest.
 
-        ``meta`` gives what lies behind the tensors, in the copy thread.  ``started`` is the
-        monotonic time since when training has been held.  An exception leaves nothing behind
-        that writes to the slot.
+        ``meta`` gives what lies behind the tensors, in the copy thread, and ``compare`` the digests
+        of replicas.  ``started`` is the monotonic time since when training has been held.  An
+        exception leaves nothing behind that writes to the slot.
         """
         reach("capture.permitted")
         staged = self._copier.stage(self.binding.at_boundary(live, permit.slot))
@@ -291,7 +298,8 @@ class CaptureEngine:
             staged,
             self._copier.mark(),
             meta,
-            self.binding.copied_bytes,
+            compare,
+            copied_bytes=self.binding.copied_bytes,
         )
         run.boundary_seconds = time.monotonic() - started
         reach("capture.begun")
@@ -320,6 +328,8 @@ class CaptureEngine:
         try:
             if self._is_given(run):
                 complete = self._copy_items(run)
+                if complete:
+                    self._take_replicas(run)
             else:
                 reason = f"its slot was not given in {SLOT_SECONDS:g} s: does the SMP answer?"
         except Exception as error:
@@ -346,6 +356,17 @@ class CaptureEngine:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_LOOK_SECONDS)
         return False
+
+    def _take_replicas(self, run: CaptureRun) -> None:
+        """Take the digests of replicas; what fails there costs a comparison and nothing else."""
+        if run.compare is None or run.stop_reason:
+            return
+        try:
+            with self._copier.after(run.mark):
+                run.replicas = run.compare(run.live, self._should_stop(run))
+        except Exception:
+            text = "replicas are not compared in snapshot %s"
+            logger.warning(text, run.permit.snapshot, exc_info=True)
 
     def _should_stop(self, run: CaptureRun) -> ShouldStop:
         """A function that is true once the run must stop; it looks at the permit at times."""

@@ -23,6 +23,7 @@ from megatron_ft.core.shard import LogicalPlace
 from megatron_ft.trainer import master_tensors
 from megatron_ft.trainer.addresses import DENSE
 from megatron_ft.trainer.dtensor_places import dtensor_places
+from megatron_ft.trainer.replicas import groups_of_wrapped
 from megatron_ft.trainer.state import RngState, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -248,6 +249,15 @@ class MappingState:
             return {}
         groups = ((name, self.replica_group(name)) for name in self.tensors())
         return {name: group for name, group in groups if group is not None}
+
+    def compared(self) -> dict[str, tuple[torch.Tensor, Any]]:
+        """Parameters below DistributedDataParallel, and the state of optimizers of these alone."""
+        groups = groups_of_wrapped(self._state)
+        return {
+            name: (tensor, group)
+            for name, tensor in self.tensors().items()
+            if (group := groups.get(name.partition("/")[0])) is not None
+        }
 
     def replica_group(self, name: str) -> Any:
         """The group declared for a prefix of ``name``, or None."""

@@ -123,6 +123,17 @@ class AdoptsTensors(Protocol):
 
 
 @runtime_checkable
+class ComparesMore(Protocol):
+    """A state that knows more live tensors that are equal on all ranks of a group.
+
+    They are compared as those of ``replicas``, but need not be captured, or are captured whole.
+    """
+
+    def compared(self) -> Mapping[str, tuple[torch.Tensor, Any]]:
+        """Each of them by name, with that process group; asked by the copy thread."""
+
+
+@runtime_checkable
 class HasLogicalMap(Protocol):
     """A state that knows the place of its tensors in the unsharded model."""
 

@@ -25,6 +25,7 @@ from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.orders import OrderRunner
 from megatron_ft.erasure.stripes import RankPlace, StripePlan, plan_stripes
 from megatron_ft.rpc.messages import Encoded, EncodeOrder, RebuildOrder, Rebuilt, StripeOrder
+from megatron_ft.supervisor.replicas import ReplicaComparison
 from tests.support.erasure_samples import ThreadTransport, ThreadWorld
 
 BLOCK_BYTES = 4096
@@ -68,6 +69,20 @@ def arena_path(folder: Path, shard_id: str) -> Path:
 def record_path(folder: Path, shard_id: str) -> Path:
     """Where the test client keeps what a shard's seal returned; a real SMP knows it."""
     return folder / f"{shard_id}.record"
+
+
+def replicas_path(folder: Path, shard_id: str) -> Path:
+    """Where it keeps the digests of replicas."""
+    return folder / f"{shard_id}.replicas"
+
+
+def compared_replicas(folder: Path) -> set[str]:
+    """Names of all tensors that ranks have compared; fails unless they are equal."""
+    reports = {path.stem: pickle.loads(path.read_bytes()) for path in folder.glob("*.replicas")}
+    comparison = ReplicaComparison()
+    verdict = comparison.compare(reports, dict.fromkeys(reports, ""))
+    assert not verdict.unlike, f"not equal: {comparison.describe(verdict.unlike)}"
+    return {name for names in comparison.names.values() for name in names}
 
 
 def read_record(folder: Path, shard_id: str) -> SealedRecord:

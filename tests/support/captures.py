@@ -36,6 +36,7 @@ class FakeSmp:
     on_outcome: Callable[[SnapshotId, str], None] | None = None
     arena: Arena | None = None
     sealed_records: dict[SnapshotId, SealedRecord] = field(default_factory=dict)
+    replicas: dict[SnapshotId, tuple[m.ReplicaDigests, ...]] = field(default_factory=dict)
     missed_ids: list[SnapshotId] = field(default_factory=list)
     unfit_errors: list[Exception] = field(default_factory=list)
     abandoned_ids: dict[SnapshotId, str] = field(default_factory=dict)
@@ -119,6 +120,7 @@ class FakeSmp:
         if isinstance(message, m.Begins):
             self.begins(message.snapshot, message.iteration, message.slot)
         elif isinstance(message, m.Sealed):
+            self.replicas[message.record.snapshot] = message.replicas
             self.sealed(message.record.snapshot, message.record)
         elif isinstance(message, m.Abandoned):
             self.abandoned(message.snapshot, message.reason)

@@ -142,6 +142,7 @@ class Job:
     domains: Mapping[str, str] = field(default_factory=dict)
     hang_seconds: float = 600.0
     quarantine_iterations: int = SnapshotConfig().quarantine_iterations
+    compare_replicas: int = 1
     register_timeout_seconds: float = 600.0
     on_no_spare: str = "stop"
     host_seconds: float = 0.0

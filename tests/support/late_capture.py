@@ -38,6 +38,7 @@ from tests.support.arena_folder import (
     plan,
     read_record,
     record_path,
+    replicas_path,
 )
 from tests.support.captures import FakeSmp
 
@@ -93,6 +94,8 @@ class ArenaClient(FakeSmp):
         assert not self.abandoned_ids and not self.missed_ids and not self.unfit_errors
         for record in self.sealed_records.values():
             record_path(self.directory, self.shard_id).write_bytes(pickle.dumps(record))
+            digests = self.replicas[record.snapshot]
+            replicas_path(self.directory, self.shard_id).write_bytes(pickle.dumps(digests))
 
 
 class LateCopier(CpuCopier):

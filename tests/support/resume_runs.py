@@ -16,7 +16,8 @@ import torch
 
 from megatron_ft.cli.chaos.trace import final_path, read_trace
 from megatron_ft.cli.demo import final_state
-from tests.support.arena_folder import ArenaFolder
+from megatron_ft.config import SETTINGS
+from tests.support.arena_folder import ArenaFolder, compared_replicas
 from tests.support.late_capture import LOAD_FROM, RANKS_PER_NODE, SAVE_AT, SAVE_TO, SCHEME
 from tests.support.warm_host import Outcome, Request, WarmHost
 
@@ -68,6 +69,7 @@ class Runs(ABC):
             SCHEME: layout.scheme,
             RANKS_PER_NODE: str(layout.ranks_per_node),
             SAVE_TO: str(self.folder / name / "arenas"),
+            SETTINGS["compare_replicas"].variable: "1",
         } | {key: str(value) for key, value in variables.items()}
 
     def lines(self, name: str, rank: int) -> dict[int, tuple[str | None, list[int]]]:
@@ -117,6 +119,7 @@ def check_resume(runs: Runs, layout: Any, crash: bool, *flags: str) -> None:
     """
     whole = runs.train(layout, "whole", *flags, **{SAVE_AT: SNAPSHOT_AT})
     runs.check_whole(layout, whole)
+    compared_replicas(runs.folder / "whole" / "arenas")
     sources = {"crash": ArenaFolder.of(runs.folder / "whole" / "arenas")}
     if layout.scheme != "none":
         sources["crash"].protect()

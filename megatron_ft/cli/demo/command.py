@@ -4,6 +4,7 @@
   megatron-ft demo --tp 2 --pp 2 --seed 7 --json report.json
   megatron-ft demo --protect rs:2+2 --lose 2
   megatron-ft demo --tp 2 --reshape tp=1,dp=3
+  megatron-ft demo --corrupt
 
 Four virtual nodes on this machine train, with one in reserve.  A trainer is killed in the
 middle of an iteration, later a whole node with its memory is lost, then the trainer and the
@@ -71,6 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LAYOUT",
         help="after the faults, stop the job, lose nodes, and start it again with other sizes of "
         "parallelism, as tp=1,dp=3; those that are not named stay",
+    )
+    parser.add_argument(
+        "--corrupt",
+        action="store_true",
+        help="instead of the three faults: a bit of a live weight is wrong on one node, silently",
     )
     parser.add_argument("--iterations", type=int, default=80, help="length (default: %(default)s)")
     parser.add_argument(

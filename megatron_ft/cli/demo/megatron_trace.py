@@ -18,6 +18,7 @@ from megatron.training import get_args, training
 
 from megatron_ft.cli.chaos.trace import TraceWriter, final_path
 from megatron_ft.cli.demo import final_state
+from megatron_ft.cli.demo.corruption import corrupt
 from megatron_ft.cli.demo.final_state import plain
 
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
@@ -31,6 +32,7 @@ def install(directory: Path) -> None:
 
 def _traced_step(step: Any, directory: Path) -> Any:
     traces: list[TraceWriter] = []
+    signature = inspect.signature(step)
 
     @functools.wraps(step)
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -42,7 +44,9 @@ def _traced_step(step: Any, directory: Path) -> Any:
         result = step(*args, **kwargs)
         loss = result[0].get("lm loss")
         value = None if loss is None else float(loss)
-        traces[0].record(get_args().curr_iteration + 1, value, started)
+        iteration = get_args().curr_iteration + 1
+        traces[0].record(iteration, value, started)
+        corrupt(signature.bind(*args, **kwargs).arguments["model"], iteration)
         return result
 
     return traced

@@ -30,7 +30,7 @@ After a restart captures are skipped until the encoders are up.
 _TOLD = (
     *("trainer_died", "silent", "node_lost", "corrupt", "log", "smp_restarted", "world_broken"),
     *("rebuild_failed", "backoff", "waiting", "spare", "restoring", "from_disk", "from_scratch"),
-    *("reshaped", "finished"),
+    *("reshaped", "finished", "replicas_differ", "replicas_unlike", "avoided"),
 )
 
 

@@ -51,6 +51,7 @@ class DemoReport:
     recoveries: list[DemoRecovery] = field(default_factory=list)
     comparison: Comparison | None = None
     reshape: DemoReshape | None = None
+    corruption: Sequence[str] = ()
     ledger: Ledger | None = None
     seconds: float = 0.0
 
@@ -74,13 +75,15 @@ class DemoReport:
             "comparison": self.comparison and asdict(self.comparison),
             "ledger": self.ledger and self.ledger.to_dict(),
             **({"reshape": reshape} if reshape else {}),
+            **({"corruption": self.corruption} if self.corruption else {}),
         }
 
 
 def show(report: DemoReport) -> None:
     """Print the table of restarts and the verdict."""
     accounts = () if report.ledger is None else (*lines("the job", report.ledger), "")
-    for line in ("", *_event_table(report.recoveries), *accounts, verdict(report)):
+    result = (verdict(report), *report.corruption)
+    for line in ("", *_event_table(report.recoveries), *accounts, *result):
         say(line)
 
 

@@ -11,6 +11,7 @@ from megatron_ft.cli.chaos.runner import run_oracle
 from megatron_ft.cli.chaos.trace import read_trace
 from megatron_ft.cli.common import say
 from megatron_ft.cli.demo import stdlib_corpus
+from megatron_ft.cli.demo.corruption import undone
 from megatron_ft.cli.demo.faults import DemoFault, DemoVictim, plan_faults, recoveries
 from megatron_ft.cli.demo.protected_run import ProtectedRun
 from megatron_ft.cli.demo.report import DemoReport
@@ -89,6 +90,8 @@ class Demo:
             traces = {rank: read_trace(self.folders.protected, rank) for rank in ranks}
             report.recoveries = recoveries(run.strikes, follower.events, traces)
             report.reshape, report.ledger = run.reshape, ledger(follower.events)
+            if self.settings.broken is not None:
+                report.corruption = undone(self.settings.broken, follower.events)
             if follower.events:
                 write_report(self.folders.report, follower.job.name, follower.events)
         if end == "finished":
@@ -124,12 +127,16 @@ class Demo:
             )
         elif report.comparison is None:
             report.reason = "the job continued, but nothing was reshaped"
+        elif settings.corrupt and not report.corruption:
+            report.reason = "the broken memory was not found and undone"
         else:
             report.exit_code = 0
 
 
 def faults_of(settings: DemoSettings) -> tuple[DemoFault, ...]:
-    """The faults of a demo: all three, or the loss alone where the job is to refuse to continue."""
+    """The faults of a demo: all three, or the loss alone where the job is to refuse to continue,
+    or none beside a broken memory.
+    """
     faults = plan_faults(
         settings.seed,
         settings.iterations,
@@ -137,6 +144,8 @@ def faults_of(settings: DemoSettings) -> tuple[DemoFault, ...]:
         settings.ranks_per_node,
         settings.lose,
     )
+    if settings.corrupt:
+        return ()
     if settings.lose <= settings.scheme.parity_members:
         return faults
     return tuple(fault for fault in faults if fault.kind is DemoVictim.NODE)

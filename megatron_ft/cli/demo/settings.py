@@ -14,6 +14,7 @@ import msgspec
 
 from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.cli.chaos.job import JobFile
+from megatron_ft.cli.demo.corruption import BrokenMemory, plan_corruption
 from megatron_ft.cli.demo.demo_model import (
     ENVIRONMENT,
     HEADS,
@@ -33,6 +34,7 @@ RESHAPED_ITERATIONS = 40
 """More iterations for a reshape: until encoders are up for it, and then in the other layout."""
 SNAPSHOT_INTERVAL = 2
 MICRO_BATCH = 2
+NODE_PREFIX = "node"
 # Twelve processes on a few cores may all stand still for a while; deaths are noticed without it.
 _LEASE_SECONDS = 30.0
 # A job that is stopped and started again waits for the end of the older lease.
@@ -74,7 +76,8 @@ class DemoSettings:
     """The user's choices; ConfigError where they cannot be met.
 
     ``lose`` is how many nodes the second fault takes at once, and again the reshape.  ``reshape``
-    is the layout in which the job is started again at the end, None: it is not.
+    is the layout in which the job is started again at the end, None: it is not.  With ``corrupt``
+    there are no faults but a broken memory.
     """
 
     tp: int = 1
@@ -87,6 +90,7 @@ class DemoSettings:
     seed: int = 0
     lose: int = 1
     reshape: DemoLayout | None = None
+    corrupt: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "nodes", "ranks_per_node", "lose"):
@@ -108,6 +112,20 @@ class DemoSettings:
                 f"{self.ranks_per_node}) cannot be divided by {self.tp * self.pp}, which --tp "
                 f"{self.tp} and --pp {self.pp} make of one copy of the model"
             )
+
+        if self.corrupt and (self.data_parallel < 2 or not self.spares or self.reshape):
+            raise ConfigError(
+                "--corrupt shows replicas that differ, and a spare that takes over: it needs two "
+                "data-parallel ranks at least and --spares, and is not combined with --reshape"
+            )
+
+    @property
+    def broken(self) -> BrokenMemory | None:
+        """The memory that breaks, if one is to."""
+        if not self.corrupt:
+            return None
+        nodes = [f"{NODE_PREFIX}{number}" for number in range(self.nodes)]
+        return plan_corruption(self.seed, self.iterations, nodes)
 
     @property
     def world_size(self) -> int:
@@ -160,6 +178,7 @@ def job_of(
 ) -> JobFile:
     """The job of the protected run, or with ``snapshots=False`` of the uninterrupted one."""
     trace = folders.protected if snapshots else folders.oracle
+    broken = settings.broken.variables if snapshots and settings.broken else {}
     return JobFile(
         name=name,
         folder=str(folders.root),
@@ -171,11 +190,11 @@ def job_of(
         block_bytes=BLOCK_BYTES,
         snapshot_interval=SNAPSHOT_INTERVAL,
         lease=_LEASE_SECONDS if settings.reshape is None else _RESHAPED_LEASE_SECONDS,
-        node_prefix="node",
+        node_prefix=NODE_PREFIX,
         logs=f"logs/{'run' if snapshots else 'uninterrupted'}",
         trace=str(trace),
         warm_start=snapshots,
-        environment={**ENVIRONMENT, **_OWN},
+        environment={**ENVIRONMENT, **_OWN, **broken},
     )
 
 

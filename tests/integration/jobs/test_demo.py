@@ -38,6 +38,7 @@ from megatron_ft.cli.chaos.trace import (  # noqa: E402
 from megatron_ft.cli.demo import command as cli  # noqa: E402
 from megatron_ft.cli.demo import faults, report, reshape  # noqa: E402
 from megatron_ft.cli.demo import final_state as compare  # noqa: E402
+from megatron_ft.cli.demo.corruption import BrokenMemory, undone  # noqa: E402
 from megatron_ft.cli.demo.faults import (  # noqa: E402
     DemoFault,
     DemoStrike,
@@ -138,6 +139,34 @@ def test_a_job_that_must_refuse_gets_the_loss_alone() -> None:
     assert len(faults_of(DemoSettings(lose=2, protect="rs:2+2"))) == 3
 
 
+def told(nodes: list[str], back_to: int = 18) -> list[dict[str, Any]]:
+    """The events of a flip that was found at iteration 20."""
+    found = {"kind": "replicas_differ", "iteration": 20, "nodes": nodes, "tensors": "w"}
+    spare = {"kind": "spare", "text": "node4 takes the place of node1"}
+    return [{"kind": "committed"}, found, spare, {"kind": "restoring", "iteration": back_to}]
+
+
+def test_a_broken_memory_is_undone_if_its_node_alone_is_blamed_and_nothing_of_it_is_left() -> None:
+    broken = BrokenMemory("node1", 19)
+    assert (
+        "resumed from iteration 18; node4 takes the place of node1"
+        in undone(broken, told(["node1"]))[-1]
+    )
+    assert not undone(broken, [])
+    assert not undone(broken, told(["node1"])[:2])
+    assert not undone(broken, told(["node2"]))
+    assert not undone(broken, told(["node1", "node2"]))
+    assert not undone(broken, told(["node1"], back_to=19))
+
+
+def test_a_demo_breaks_the_memory_of_a_node_that_trains() -> None:
+    settings = DemoSettings(corrupt=True)
+    assert settings.broken is not None and not faults_of(settings)
+    assert settings.broken == DemoSettings(corrupt=True).broken
+    assert settings.broken.node in {"node0", "node1", "node2", "node3"}
+    assert 24 <= settings.broken.iteration <= 40
+
+
 # settings.py and the flags
 
 
@@ -150,6 +179,8 @@ def test_a_job_that_must_refuse_gets_the_loss_alone() -> None:
         ({"iterations": 5}, "at least 20"),
         ({"lose": 5}, "more than the 4 nodes"),
         ({"nodes": 0}, ">= 1"),
+        ({"corrupt": True, "tp": 2, "pp": 2}, "two data-parallel ranks at least"),
+        ({"corrupt": True, "spares": 0}, "and --spares"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -530,6 +561,18 @@ def test_a_node_is_lost_and_the_end_is_identical(tmp_path: Path) -> None:
     torch.save(state, path)
     again = compare.compare_runs(demo.folders.protected, demo.folders.oracle, 2, 40)
     assert again.differences == [f"rank 1: final state differs at /weights/{name}"]
+
+
+@pytest.mark.all_layouts
+@real
+def test_a_flipped_weight_is_found_blamed_and_undone(tmp_path: Path) -> None:
+    settings = cli.settings_from(parse("--corrupt", "--iterations", "40"))
+    assert settings.broken is not None
+    made = Demo(settings, DemoFolders(tmp_path / "demo")).run()
+    assert made.exit_code == 0 and made.identical, (made.reason, made.comparison)
+    found = " ".join(made.as_json()["corruption"])
+    assert f"On {settings.broken.node} alone chunk0.embedding" in found
+    assert f"node4 takes the place of {settings.broken.node}" in found
 
 
 @pytest.mark.all_layouts

@@ -16,12 +16,14 @@ if find_spec("megatron") is None or find_spec("megatron.training") is None:
     pytest.skip("needs megatron-core with megatron.training", allow_module_level=True)
 
 from megatron_ft.cli.demo import demo_model  # noqa: E402
+from tests.support.arena_folder import compared_replicas  # noqa: E402
 from tests.support.late_capture import SAVE_AT  # noqa: E402
 from tests.support.megatron_layouts import (  # noqa: E402
     AXES,
     BESIDE,
     DISTRIBUTED,
     MORE,
+    OVERLAPPED,
     Layout,
     cell,
     matrix,
@@ -62,6 +64,24 @@ def test_snapshots_do_not_change_training(runs: Runs) -> None:
     runs.train(layout, "plain")
     runs.train(layout, "with", SNAPSHOTS, **{SAVE_AT: SNAPSHOT_AT})
     runs.require_same(layout, "plain", "with")
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "weights", "moments"),
+    [
+        ("distributed", DISTRIBUTED, True, False),
+        ("replicated", ("--bf16",), True, True),
+        ("gathered-late", (*DISTRIBUTED, *OVERLAPPED), False, False),
+    ],
+)
+def test_replicas_are_compared_where_there_are_any(
+    runs: Runs, name: str, flags: tuple[str, ...], weights: bool, moments: bool
+) -> None:
+    runs.train(Layout(name, 2, flags), name, SNAPSHOTS, **{SAVE_AT: SNAPSHOT_AT})
+    found = compared_replicas(runs.folder / name / "arenas")
+    assert any(one.startswith("chunk0.") for one in found) == weights, found
+    assert any(one.endswith(".exp_avg_sq") for one in found) == moments, found
+    assert any(one.endswith(".main") for one in found) == moments, found
 
 
 @pytest.mark.all_layouts

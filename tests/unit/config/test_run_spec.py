@@ -30,6 +30,8 @@ GIVEN = {
     "--scrub-percent": "2.5",
     "--transport": "tcp",
     "--quarantine-iterations": "21",
+    "--compare-replicas": "3",
+    "--compare-except": "model/ema.*",
     "--checkpoint-dir": "/data/exports",
     "--slots": "3",
     "--protect": "rs:2+1",

@@ -8,9 +8,10 @@ import pytest
 
 from megatron_ft.cli.main import main
 from megatron_ft.supervisor.failures import NODE_LOST, Failure
-from megatron_ft.supervisor.health import NEEDED, NO_SPARE, twice_in_a_row, vote_of, why_used
+from megatron_ft.supervisor.health import NEEDED, NO_SPARE, node_at_fault, vote_of, why_used
 
 ON_A, ON_B = Failure("rank 0 exited", "a trainer exited", "a"), Failure("rank 1", "killed", "b")
+PROVEN = Failure("replicas differ", "replicas differ", "b", proven=True)
 
 
 @pytest.mark.parametrize(
@@ -25,10 +26,14 @@ ON_A, ON_B = Failure("rank 0 exited", "a trainer exited", "a"), Failure("rank 1"
         ([ON_A, Failure("evacuated", asked=True), ON_A], "a"),
         ([ON_A, Failure("lost", NODE_LOST, "a")], ""),
         ([Failure("a rebuild failed"), Failure("a rebuild failed")], ""),
+        ([ON_A, PROVEN], "b"),
+        ([PROVEN, ON_A], ""),
     ],
 )
-def test_a_node_is_named_by_two_failures_in_a_row(failures: list[Failure], node: str) -> None:
-    assert twice_in_a_row(failures) == node
+def test_a_node_is_named_by_two_failures_in_a_row_or_by_proof(
+    failures: list[Failure], node: str
+) -> None:
+    assert node_at_fault(failures) == node
 
 
 @pytest.mark.parametrize(
