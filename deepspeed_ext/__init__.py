@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed_ext.hooks import attach, install_after_import
 
 if TYPE_CHECKING:
-    from deepspeed_ext.resumable_loader import ResumableLoader
+    from megatron_ft.trainer.resumable_loader import ResumableLoader
 
 __all__ = ["ResumableLoader", "attach", "set_client_state"]
 
@@ -34,7 +34,7 @@ def set_client_state(engine: Any, provider: Callable[[], Mapping[str, Any]]) -> 
 def __getattr__(name: str) -> Any:
     # A class that needs torch, without importing torch for those who do not use it.
     if name == "ResumableLoader":
-        from deepspeed_ext.resumable_loader import ResumableLoader
+        from megatron_ft.trainer.resumable_loader import ResumableLoader
 
         return ResumableLoader
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from megatron_ft.core.object_classes import register_class
     from megatron_ft.trainer.manager import SnapshotManager
     from megatron_ft.trainer.resilient import run_resilient
+    from megatron_ft.trainer.resumable_loader import ResumableLoader
 
 __all__ = [
     "RankRule",
+    "ResumableLoader",
     "SnapshotConfig",
     "SnapshotManager",
     "__version__",
@@ -29,6 +31,7 @@ __all__ = [
 
 _HOME = {
     "RankRule": "megatron_ft.core.identity",
+    "ResumableLoader": "megatron_ft.trainer.resumable_loader",
     "SnapshotConfig": "megatron_ft.config",
     "SnapshotManager": "megatron_ft.trainer.manager",
     "register_class": "megatron_ft.core.object_classes",
