@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from deepspeed_ext import clients
 from deepspeed_ext.hooks import attach, install_after_import
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["ResumableLoader", "attach", "set_client_state"]
 
 install_after_import()
+clients.install_after_import()
 
 
 def set_client_state(engine: Any, provider: Callable[[], Mapping[str, Any]]) -> None:
@@ -32,7 +34,7 @@ def set_client_state(engine: Any, provider: Callable[[], Mapping[str, Any]]) -> 
 
 
 def __getattr__(name: str) -> Any:
-    # A class that needs torch, without importing torch for those who do not use it.
+    # Classes that need torch or accelerate, without importing those for who does not use them.
     if name == "ResumableLoader":
         from megatron_ft.trainer.resumable_loader import ResumableLoader
 
