@@ -18,9 +18,10 @@ from deepspeed_ext import clients
 from deepspeed_ext.hooks import attach, install_after_import
 
 if TYPE_CHECKING:
+    from deepspeed_ext.clients.accelerator import InMemoryState
     from megatron_ft.trainer.resumable_loader import ResumableLoader
 
-__all__ = ["ResumableLoader", "attach", "set_client_state"]
+__all__ = ["InMemoryState", "ResumableLoader", "attach", "set_client_state"]
 
 install_after_import()
 clients.install_after_import()
@@ -39,4 +40,8 @@ def __getattr__(name: str) -> Any:
         from megatron_ft.trainer.resumable_loader import ResumableLoader
 
         return ResumableLoader
+    if name == "InMemoryState":
+        from deepspeed_ext.clients.accelerator import InMemoryState
+
+        return InMemoryState
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
