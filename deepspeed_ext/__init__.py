@@ -14,14 +14,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from deepspeed_ext import clients
 from deepspeed_ext.hooks import attach, install_after_import
 
 if TYPE_CHECKING:
-    from deepspeed_ext.resumable_loader import ResumableLoader
+    from deepspeed_ext.clients.accelerator import InMemoryState
+    from megatron_ft.trainer.resumable_loader import ResumableLoader
 
-__all__ = ["ResumableLoader", "attach", "set_client_state"]
+__all__ = ["InMemoryState", "ResumableLoader", "attach", "set_client_state"]
 
 install_after_import()
+clients.install_after_import()
 
 
 def set_client_state(engine: Any, provider: Callable[[], Mapping[str, Any]]) -> None:
@@ -32,9 +35,13 @@ def set_client_state(engine: Any, provider: Callable[[], Mapping[str, Any]]) -> 
 
 
 def __getattr__(name: str) -> Any:
-    # A class that needs torch, without importing torch for those who do not use it.
+    # Classes that need torch or accelerate, without importing those for who does not use them.
     if name == "ResumableLoader":
-        from deepspeed_ext.resumable_loader import ResumableLoader
+        from megatron_ft.trainer.resumable_loader import ResumableLoader
 
         return ResumableLoader
+    if name == "InMemoryState":
+        from deepspeed_ext.clients.accelerator import InMemoryState
+
+        return InMemoryState
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

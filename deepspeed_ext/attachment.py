@@ -12,6 +12,7 @@ from functools import partial, wraps
 from typing import Any
 
 from deepspeed_ext import reshape, saving
+from deepspeed_ext.early_start import EarlyStart
 from deepspeed_ext.run import EngineRun
 from deepspeed_ext.unsupported import refusals
 from megatron_ft.config import SnapshotConfig, environment_source, resolve
@@ -19,14 +20,19 @@ from megatron_ft.config.flags import job_contradictions
 from megatron_ft.config.json_section import SECTION, Section
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.frameworks import Function
-from megatron_ft.core.identity import MAY_SHRINK, shard_id
+from megatron_ft.core.identity import MAY_SHRINK, RankRule, shard_id
 from megatron_ft.trainer.manager import SnapshotManager
 
 
 def begin(engine: Any, section: Section) -> EngineRun:
     """The snapshots of ``engine`` from now on; see hooks.attach."""
-    config = _checked(engine, section)
-    run = EngineRun(engine, section, config, lambda: make_manager(config, engine))
+    config, early = _checked(engine, section), EarlyStart.take()
+    if early is not None and (place := place_of(engine)) != early.place:
+        raise ConfigError(
+            f"this engine makes its process {place['shard_id']}, and what it starts from was "
+            f'decided for {early.place["shard_id"]}: train without "{SECTION}"'
+        )
+    run = EngineRun(engine, section, config, lambda: make_manager(config, engine), early)
     saving.wrap_checkpoint_engine(engine)
     _replace_methods(engine, run)
     atexit.register(run.close)
@@ -75,7 +81,14 @@ def make_manager(config: SnapshotConfig, engine: Any) -> SnapshotManager:
 
     NotUnderSupervisorError outside ``megatron-ft run``.
     """
-    return SnapshotManager(config, **place_of(engine), rank_rule=reshape.rule_of(engine))
+    return manager_at(config, place_of(engine), reshape.rule_of(engine))
+
+
+def manager_at(
+    config: SnapshotConfig, place: Mapping[str, Any], rule: RankRule | None = None
+) -> SnapshotManager:
+    """The manager of a rank at a ``place``, as of ``place_of``; errors as of make_manager."""
+    return SnapshotManager(config, **place, rank_rule=rule)
 
 
 _PIPELINE_RANK = ("get_pipeline_model_parallel_rank", "get_pipe_parallel_rank")

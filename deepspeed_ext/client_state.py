@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 NAME = "client_state"
 """Name of :class:`ClientState` among the parts of a snapshot."""
 
+CLIENT = "megatron_ft_client"
+"""Entry that names the adapter of a library that gave the others; see deepspeed_ext.clients."""
+
 DEEPSPEEDS_OWN = frozenset(
     (
         "buffer_names checkpoint_parallel_dimensions data_sampler dp_world_size ds_config "
@@ -64,7 +67,12 @@ class ClientState:
         self._entries: dict[str, Any] = {}
         self._given_at: int | None = None
         self._outside: set[str] = set()
+        self.client, self._refused = "", ""
         self._warned = False
+
+    def refuse(self, reason: str) -> None:
+        """Let no snapshot from now on serve, for the reason that an adapter gives."""
+        self._refused = reason
 
     def given(self, client_state: Mapping[str, Any] | None) -> None:
         """The script gave this to ``save_checkpoint`` at the engine's current step."""
@@ -96,6 +104,7 @@ class ClientState:
             "step": step,
             "provided": provider is not None,
             "outside": self._found_outside(),
+            "refused": self._refused,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -109,8 +118,17 @@ class ClientState:
         the snapshots to come.
         """
         state: dict[str, Any] = {"given_at": None, "provided": self._provider is not None}
+        state["refused"] = self._refused
         if objects is not None:
             state = objects.get(NAME) or {"given_at": None}
+        if state.get("refused"):
+            return str(state["refused"])
+        giver = state.get("entries", {}).get(CLIENT, "") if objects is not None else self.client
+        if giver != self.client:
+            return (
+                f"the snapshot has its state from {giver or 'the script'}, and what asks for it is "
+                f"{self.client or 'the script'}"
+            )
         fresh = state["given_at"] in (None, state.get("step"))
         names = [] if fresh else self._unexplained(state["entries"])
         if names:

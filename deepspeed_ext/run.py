@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext import client_state, resumable_loader
 from deepspeed_ext.client_state import ClientState
+from deepspeed_ext.early_start import EarlyStart, announcement
 from deepspeed_ext.resumable_loader import DataPosition
 from deepspeed_ext.saving import Checkpoints
 from deepspeed_ext.state import EngineState
@@ -26,7 +27,6 @@ from megatron_ft.trainer.start_choice import (
     WISH,
     DiskStart,
     RankView,
-    StartDecision,
     agree,
     supervisor_chose_disk,
 )
@@ -91,8 +91,9 @@ class EngineRun:
         section: Section,
         config: SnapshotConfig,
         make_manager: Callable[[], SnapshotManager],
+        early: EarlyStart | None = None,
     ) -> None:
-        self._engine = engine
+        self._engine, self._early = engine, early
         self._make_manager = make_manager
         self._manager: SnapshotManager | None = None
         self._state: EngineState | None = None
@@ -101,7 +102,10 @@ class EngineRun:
         self._checkpoints = Checkpoints(engine)
         self._data = DataPosition(engine)
         self._client_state = ClientState(engine, section.client_state, section.follows_engine)
+        if early is not None:
+            self._checkpoints.asked = early.checkpoints.asked
         self._optimizers: Any = None
+        self.client_ends, self._ended = early is not None, -1
         self._decided = self._began = False
         self._restored = ""
         self._failure: Exception | None = None
@@ -137,6 +141,12 @@ class EngineRun:
             elif self._restored:
                 self._print(f"not loading {load_dir}: the {self._restored} was restored")
         return bool(self._restored)
+
+    def serve(self, client: str, load_dir: str) -> dict[str, Any] | None:
+        """The client_state for an adapter, if memory serves and is restored in the place of the
+        newest checkpoint in a folder; None if that is to be loaded."""
+        self._client_state.client = client
+        return self._client_state.result() if self._serves(load_dir, None) else None
 
     def around_move(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Run ``offload_states`` or ``reload_states``: states get other memory, and free theirs."""
@@ -191,7 +201,7 @@ class EngineRun:
         self._manager.prepare(state)
         self._manager.register_fence(state.inner_optimizer)
         self._optimizers = self._client_state.watch_optimizers(lambda: state.inner_optimizer)
-        if warning := self._data.warning():
+        if not self.client_ends and (warning := self._data.warning()):
             self._print(f"warning: {warning}")
         self._warn_of_objection()
 
@@ -205,7 +215,7 @@ class EngineRun:
         disk = DiskStart(self._engine.global_steps or -1)
         if self._starts_from_memory(lambda *_: (disk, False)):
             raise ConfigError(f"a snapshot is in memory, but {_LOAD_FIRST}. It stays in memory")
-        if not self._client_state.objection():
+        if not self.client_ends and not self._client_state.objection():
             self._print(f"warning: after a failure this job starts anew, because {_LOAD_FIRST}")
 
     def around_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
@@ -217,8 +227,23 @@ class EngineRun:
         if steps != before and self._manager is not None and self._state is not None:
             self._warn_of_objection()
             self.losses.end_step(self._manager, result)
-            self._manager.save(steps, self._state)
+            self._ended = steps
+            if not self.client_ends:
+                self.end_iteration()
         return result
+
+    def end_iteration(self) -> None:
+        """Take a snapshot of the iteration whose step was made, if that was not done before.
+
+        A client with ``client_ends`` calls it when all its own state is of the same iteration.
+        """
+        ended, self._ended = self._ended, -1
+        if ended >= 0 and self._manager is not None and self._state is not None:
+            self._manager.save(ended, self._state)
+
+    def refuse(self, reason: str) -> None:
+        """Have no restart use the snapshots from now on, for a reason that its client knows."""
+        self._client_state.refuse(reason)
 
     def _warn_of_objection(self) -> None:
         """Warn as training begins, and again when more is known of the script."""
@@ -258,6 +283,9 @@ class EngineRun:
         """
         self._decided = True
         _claim(self._engine)
+        if self._early is not None:
+            self._manager = self._early.manager
+            return self._early.from_memory
         self._manager = manager = self._make_manager()
         offered, objects = manager.offered_iteration, manager.offered_objects()
         disk, is_new = named(offered, objects)
@@ -265,17 +293,8 @@ class EngineRun:
         problem = self._client_state.objection(objects or None) if offered >= 0 else ""
         start = agree(RankView(offered, disk, supervisor_chose_disk(), is_new, problem), manager)
         if start is not None:
-            self._announce(start, offered, disk)
+            self._print(announcement(start, offered, disk))
         return start is not None and start.from_memory
-
-    def _announce(self, start: StartDecision, offered: int, disk: DiskStart) -> None:
-        if start.from_memory or disk.iteration >= 0:
-            source = "memory" if start.from_memory else "disk"
-            return self._print(f"starting from {source}: {start.reason}")
-        self._print(
-            f"warning: starting from scratch, not from the snapshot of step {offered}: "
-            f"{start.reason}"
-        )
 
     def _restore(self) -> str:
         """Restore from memory; what ``load_checkpoint`` returns for the path."""

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from megatron_ft.core.object_classes import register_class
     from megatron_ft.trainer.manager import SnapshotManager
     from megatron_ft.trainer.resilient import run_resilient
+    from megatron_ft.trainer.resumable_loader import ResumableLoader
     from megatron_ft.trainer.state import RngState
 
 __all__ = [
     "RankRule",
+    "ResumableLoader",
     "RngState",
     "SnapshotConfig",
     "SnapshotManager",
@@ -31,6 +33,7 @@ __all__ = [
 
 _HOME = {
     "RankRule": "megatron_ft.core.identity",
+    "ResumableLoader": "megatron_ft.trainer.resumable_loader",
     "RngState": "megatron_ft.trainer.state",
     "SnapshotConfig": "megatron_ft.config",
     "SnapshotManager": "megatron_ft.trainer.manager",

@@ -255,6 +255,12 @@ def warm_deepspeed_trainers(deepspeed_server: Any, no_process_left: None) -> Ite
     yield from _trainers_of(deepspeed_server)
 
 
+@pytest.fixture(scope="module")
+def warm_client_trainers(clients_server: Any, no_process_left: None) -> Iterator[None]:
+    """The same for transformers and other clients of DeepSpeed."""
+    yield from _trainers_of(clients_server)
+
+
 def _trainers_of(host: Any) -> Iterator[None]:
     from tests.support.jobs import trainers_of
 
@@ -279,6 +285,14 @@ def deepspeed_server() -> Iterator[Any]:
     from tests.programs.deepspeed_program import ENVIRONMENT
 
     yield from _shared_host("tests.programs.deepspeed_program", ENVIRONMENT)
+
+
+@pytest.fixture(scope="session")
+def clients_server() -> Iterator[Any]:
+    """The same, where all clients of DeepSpeed were imported."""
+    from tests.programs.clients_program import ENVIRONMENT
+
+    yield from _shared_host("tests.programs.clients_program", ENVIRONMENT)
 
 
 @pytest.fixture

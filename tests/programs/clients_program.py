@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 
+from megatron_ft.cli.demo import final_state
 from tests.programs import deepspeed_program
+from tests.support.deepspeed_final import collect
 from tests.support.late_capture import LOAD_FROM, ArenaManager, poison
 
 VOCABULARY, LENGTH, SAMPLES, BATCH = 16, 8, 40, 2
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 ENVIRONMENT = {
     **deepspeed_program.ENVIRONMENT,
     "TOKENIZERS_PARALLELISM": "false",
@@ -32,7 +35,13 @@ def preload() -> None:
     import accelerate.data_loader
     import accelerate.utils.deepspeed  # noqa: F401
     import lightning.pytorch  # noqa: F401
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
     from transformers import GPT2LMHeadModel, Trainer  # noqa: F401
+
+    # Without an accelerator it takes every rank for a job of its own.
+    found = ("gloo", DistributedType.MULTI_CPU)
+    PartialState._prepare_backend = lambda *_, **__: found  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -40,6 +49,7 @@ def main() -> None:
     from deepspeed_ext import attachment
 
     attachment.make_manager = deepspeed_program.make_manager
+    attachment.manager_at = deepspeed_program.manager_at
     told, folder = json.loads(sys.argv[2]), Path(sys.argv[3])
     seen = globals()[sys.argv[1]](told, folder)
     (folder / f"seen{os.environ['RANK']}.json").write_text(json.dumps(seen))
@@ -50,10 +60,10 @@ def config(told: dict[str, Any], **more: Any) -> dict[str, Any]:
     section = {"enabled": True, "snapshot_interval": 1, "protect": "none"}
     return {
         "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": "auto",
         "steps_per_print": 1000,
         "zero_optimization": {"stage": told.get("stage", 1)},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        **told.get("json", {"optimizer": OPTIMIZER}),
         "inmem_snapshot": {**section, **told.get("section", {})},
         **more,
     }
@@ -76,12 +86,27 @@ def samples() -> list[dict[str, Any]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
+class Unsized(torch.utils.data.IterableDataset[Any]):
+    """The samples, as a stream whose length nobody knows."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(samples())
+
+
+class Drawing:
+    """A collator that draws from the process's generator, as one that masks at random."""
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+        return {**batch, "labels": batch["labels"].roll(int(torch.randint(3, ())), 1)}
+
+
 def trainer(told: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """transformers.Trainer with DeepSpeed; it resumes by the folder's newest checkpoint."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    """transformers.Trainer with DeepSpeed, as ``told``; it resumes by the newest checkpoint."""
+    from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_utils import get_last_checkpoint
 
-    seen: dict[str, Any] = {"losses": {}}
+    seen: dict[str, Any] = {"losses": {}, "samples": {}}
 
     class Notes(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -91,22 +116,46 @@ def trainer(told: dict[str, Any], folder: Path) -> dict[str, Any]:
             if "loss" in logs:
                 seen["losses"][state.global_step] = [logs["loss"].hex(), logs["learning_rate"]]
 
+    def note(model: Any, args: Any, kwargs: Any) -> None:
+        if model.training:
+            step = seen["samples"].setdefault(one.state.global_step + 1, [])
+            step.append(kwargs["input_ids"].tolist())
+
     output = told["output"]
+    options = {
+        "max_steps": told["steps"],
+        "save_steps": told["save_steps"],
+        "logging_steps": 1,
+        "per_device_train_batch_size": BATCH,
+        "eval_on_start": "eval_strategy" in told.get("arguments", {}),
+        **told.get("arguments", {}),
+    }
     arguments = TrainingArguments(
         output_dir=output,
-        max_steps=told["steps"],
-        save_steps=told["save_steps"],
-        per_device_train_batch_size=BATCH,
-        logging_steps=1,
         learning_rate=1e-2,
         report_to=[],
         disable_tqdm=True,
         deepspeed=config(told),
+        **options,
     )
-    one = Trainer(gpt2(), arguments, train_dataset=samples(), callbacks=[Notes()])
-    last = get_last_checkpoint(output) if os.path.isdir(output) else None
-    one.train(resume_from_checkpoint=last)
+    callbacks = [Notes(), *([EarlyStoppingCallback(3)] if "early" in told else [])]
+    one = Trainer(
+        gpt2(),
+        arguments,
+        train_dataset=Unsized() if told.get("unsized") else samples()[: told.get("samples")],
+        eval_dataset=samples()[:4],
+        data_collator=Drawing() if told.get("draws") else None,
+        callbacks=callbacks,
+    )
+    one.model.register_forward_pre_hook(note, with_kwargs=True)
+    wanted = told.get("resume", get_last_checkpoint(output) if os.path.isdir(output) else None)
+    result = one.train(resume_from_checkpoint=wanted)
     seen["engine"] = one.deepspeed.global_steps
+    timed = ("runtime", "per_second")
+    logs = [{k: v for k, v in e.items() if not k.endswith(timed)} for e in one.state.log_history]
+    # How fast it was is of no interest.
+    seen |= {"logs": logs, "loss": result.training_loss.hex(), "flos": one.state.total_flos}
+    final_state.write(folder / f"final{os.environ['RANK']}.pt", collect(one.deepspeed))
     one.deepspeed.destroy()
     return seen
 
@@ -139,6 +188,65 @@ def accelerator(told: dict[str, Any], folder: Path) -> dict[str, Any]:
             break
     model.destroy()
     return seen
+
+
+class Tally:
+    """A user's own object, registered with the Accelerator."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tokens": self.tokens}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tokens = state["tokens"]
+
+
+def accelerator_in_memory(told: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """accelerate.Accelerator with our object: its own optimizer and schedule, several passes."""
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration, DeepSpeedPlugin
+
+    from deepspeed_ext import InMemoryState
+
+    each = told.get("accumulate", 1)
+    one = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config({**told, "json": {}})),
+        gradient_accumulation_steps=each,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=told.get("seeds", False)),
+    )
+    tally, net = Tally(), gpt2()
+    collate = Drawing() if told.get("draws") else None
+    loader: Any = torch.utils.data.DataLoader(samples(), BATCH, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+    optimizer: Any = torch.optim.AdamW(net.parameters(), 1e-2)
+    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n / 10))
+    model, optimizer, loader, schedule = one.prepare(net, optimizer, loader, schedule)
+    one.register_for_checkpointing(tally)
+    memory = InMemoryState(one)
+    step = memory.resume(told.get("load"))
+    seen: dict[str, Any] = {"begins_at": step, "losses": {}, "samples": {}}
+    for epoch in range(step * each // len(loader), 99):
+        if told.get("numbered"):
+            loader.set_epoch(epoch)
+        for batch in loader:
+            seen["samples"].setdefault(step + 1, []).append(batch["input_ids"].tolist())
+            with one.accumulate(model):
+                loss = model(**batch).loss
+                one.backward(loss)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            tally.tokens += batch["input_ids"].numel()
+            if one.sync_gradients:
+                step += 1
+                memory.save()
+                seen["losses"][step] = [loss.item().hex(), *schedule.get_last_lr(), tally.tokens]
+            if step == told["steps"]:
+                final_state.write(folder / f"final{os.environ['RANK']}.pt", collect(model))
+                model.destroy()
+                return seen
+    raise AssertionError("too few passes")
 
 
 class Net(torch.nn.Module):
@@ -179,7 +287,7 @@ def plain_accelerator(told: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Accelerate without DeepSpeed, and our plain interface; ``wrap`` gives the loader to us."""
     from accelerate import Accelerator
 
-    from deepspeed_ext import ResumableLoader
+    from megatron_ft import ResumableLoader
     from megatron_ft.trainer.state import RngState
 
     one = Accelerator(cpu=True)

@@ -68,7 +68,7 @@ def engine_of(options: dict[str, Any] | None = None, **config: Any) -> Any:
 
 def new_process() -> None:
     """Clear what modules remember between incarnations."""
-    from deepspeed_ext import resumable_loader
+    from megatron_ft.trainer import resumable_loader
 
     gc.collect()
     resumable_loader._positions.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed
+import torch.distributed.fsdp
 import torch.nn.parallel
 
 import megatron_ft.checkpoint.drain

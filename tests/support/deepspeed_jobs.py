@@ -32,6 +32,7 @@ class Program:
     follows: bool = True
     script: tuple[str, ...] = ()
     """More flags of the example."""
+    example: Path = DEEPSPEED_EXAMPLE
 
     def flags(self, folder: Path, *, snapshots: bool) -> list[str]:
         """Its flags; the JSON is written into ``folder``."""
@@ -90,7 +91,7 @@ def train_alone(program: Program, folder: Path, ranks: int) -> None:
     """Train to the end without snapshots; the trace is in ``folder / "trace"``."""
     folder.mkdir()
     environment = {**os.environ, **program.environment(folder / "trace")}
-    command = [str(DEEPSPEED_EXAMPLE), *program.flags(folder, snapshots=False)]
+    command = [str(program.example), *program.flags(folder, snapshots=False)]
     run_alone(command, ranks, folder, environment)
 
 
@@ -108,7 +109,7 @@ def hit(program: Program, folder: Path, fault: Callable[[Job], None], **shape: A
     """The job that is hit, after its end; its trace is in ``folder / "trace"``."""
     folder.mkdir()
     holding = before_script(program.environment(folder / "trace"), Path(held.__file__).parent)
-    command = (sys.executable, str(DEEPSPEED_EXAMPLE), *program.flags(folder, snapshots=True))
+    command = (sys.executable, str(program.example), *program.flags(folder, snapshots=True))
     job = Job(
         folder,
         command=command,

@@ -83,7 +83,7 @@ def install(directory: Path) -> None:
         if not engine.pipeline_parallelism and engine.module.training:
             trace = EngineTrace.of(engine, directory)
             trace.begin(engine.global_steps)
-            trace.read(inputs[0])
+            trace.read(inputs[0] if inputs else keywords["input_ids"])
         return original(engine, *inputs, **keywords)
 
     def backward(engine: Any, original: Any, loss: Any, *rest: Any, **keywords: Any) -> Any:

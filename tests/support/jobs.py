@@ -37,6 +37,7 @@ from tests.support.warm_host import WarmHost, is_client, warm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "plain_pytorch.py"
+FSDP2_EXAMPLE = ROOT / "examples" / "fsdp2.py"
 DEEPSPEED_EXAMPLE = ROOT / "examples" / "deepspeed_gpt.py"
 TORCHRUN = "torch.distributed.run"
 POISONED = ROOT / "tests" / "programs" / "poisoned_training.py"
@@ -398,11 +399,13 @@ def read_losses(path: Path) -> Result:
     return losses, sha
 
 
-def oracle(folder: Path, ranks: int, iterations: int = 40, width: int = 64) -> Result:
+def oracle(
+    folder: Path, ranks: int, iterations: int = 40, width: int = 64, script: Path = EXAMPLE
+) -> Result:
     """The same training without us and without interruption."""
     losses = folder / "oracle.jsonl"
     flags = ["--iterations", str(iterations), "--losses", str(losses), "--width", str(width)]
-    run_alone([str(EXAMPLE), *flags], ranks, folder)
+    run_alone([str(script), *flags], ranks, folder)
     return read_losses(losses)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from deepspeed_ext.client_state import NAME, ClientState, set_client_state  # noqa: E402
+from deepspeed_ext.client_state import CLIENT, NAME, ClientState, set_client_state  # noqa: E402
 
 
 @given(st.booleans(), st.booleans(), st.lists(st.text(min_size=1), max_size=2))
@@ -61,3 +61,27 @@ def test_a_second_optimizer_is_seen_when_it_steps() -> None:
         assert "a second optimizer (SGD)" in part.objection()
     finally:
         handle.remove()
+
+
+def test_the_state_of_an_adapter_serves_only_that_adapter() -> None:
+    """A script that loads on its own would leave all that the adapter restores where it is."""
+    engine = _engine(None)
+    set_client_state(engine, lambda: {CLIENT: "one"})
+    objects = {NAME: ClientState(engine).state_dict()}
+    later = ClientState(_engine(None), follows=True)
+    assert "has its state from one, and what asks for it is the script" in later.objection(objects)
+    later.client = "one"
+    assert later.objection(objects) == ""
+    own = {NAME: ClientState(_engine(None), follows=True).state_dict()}
+    assert "has its state from the script, and what asks for it is one" in later.objection(own)
+
+
+def test_what_an_adapter_refuses_stays_refused_in_the_snapshot() -> None:
+    engine = _engine(None)
+    set_client_state(engine, lambda: {})
+    part = ClientState(engine)
+    part.refuse("its batches are made by chance")
+    objects = {NAME: part.state_dict()}
+    assert part.objection() == "its batches are made by chance"
+    later = ClientState(_engine(None), follows=True)
+    assert later.objection(objects) == "its batches are made by chance"

@@ -36,8 +36,11 @@ class LoaderPosition:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        samplers = _distinct([getattr(loader, "data_sampler", None), *_torch_samplers(loader)])
-        self._generator_owners = [loader, *samplers]
+        samplers = samplers_of(loader)
+        # But Accelerate's seedable sampler, which makes and seeds its own in every pass.
+        self._generator_owners = [
+            owner for owner in (loader, *samplers) if not hasattr(owner, "initial_seed")
+        ]
         self._epochs = EpochNumbers(samplers)
         self._passes = 0
         self._begun: dict[str, Any] = {}
@@ -292,10 +295,16 @@ def _dropped(items: Iterator[Any], count: int) -> Iterator[Any]:
     return items
 
 
-def _torch_samplers(loader: Any) -> list[Any]:
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    inner = getattr(batch_sampler, "sampler", None)
-    return [getattr(loader, "sampler", None), batch_sampler, inner]
+def samplers_of(loader: Any) -> list[Any]:
+    """All samplers of a loader, and those in them, from the outermost on."""
+    found: list[Any] = []
+    left = [loader]
+    while left:
+        names = ("data_sampler", "sampler", "batch_sampler")
+        inner = _distinct(getattr(one, name, None) for one in left for name in names)
+        left = [one for one in inner if all(one is not other for other in found)]
+        found += left
+    return found
 
 
 def _distinct(objects: Iterable[Any]) -> list[Any]:

@@ -1,0 +1,110 @@
+"""Data loaders that continue where training stood.
+
+Batches that were handed out count, not those that workers have read ahead; see loader_position.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.trainer.loader_position import LoaderPosition, position_of
+from megatron_ft.trainer.teardown import on_teardown
+
+
+class ResumableLoader:
+    """Stands for ``loader`` in a training loop: iterate it, ask its length, use its attributes.
+
+    ``loader`` is a torch DataLoader, DeepSpeed's, or any iterable that gives the same batches
+    in every incarnation of the job.  Make it in every incarnation, before or after the
+    restore; the first pass behind that gives what is left of the interrupted one.
+    ``name`` tells several apart; without names they are told apart by the order in which they are
+    made.
+
+    Skipped samples are not read, so random draws inside a worker of the data set are not
+    repeated; those in the training process are part of its random state.
+    """
+
+    _position: LoaderPosition
+    _held: Iterator[Any] | None
+
+    def __init__(self, loader: Any, name: str = "") -> None:
+        position = loader._position if isinstance(loader, ResumableLoader) else position_of(loader)
+        object.__setattr__(self, "_position", position)
+        object.__setattr__(self, "_held", None)
+        if not isinstance(loader, ResumableLoader):
+            register(position, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        begun = self._position.begin()
+        if hasattr(self._position.loader, "__next__"):
+            # As DeepSpeed's, which is its own iterator.
+            object.__setattr__(self, "_held", begun)
+        return begun
+
+    def __next__(self) -> Any:
+        if self._held is None:
+            raise TypeError("call iter() on the loader, and next() on what that returns")
+        return next(self._held)
+
+    def __len__(self) -> int:
+        return len(self._position.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_position", "_held"):
+            raise AttributeError(name)
+        return getattr(self._position.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._position.loader, name, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the batches handed out so far; about 15 KB, picklable."""
+        return self._position.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue there: the pass that is under way, or else the next one."""
+        self._position.load_state_dict(state)
+
+
+_positions: weakref.WeakValueDictionary[str, LoaderPosition] = weakref.WeakValueDictionary()
+_waiting: dict[str, Mapping[str, Any]] = {}
+_numbers = itertools.count()
+
+
+def register(position: LoaderPosition, name: str = "") -> None:
+    """Have snapshots hold its position; one that was restored before it was made is set now."""
+    name = name or f"loader{next(_numbers)}"
+    if name in _positions:
+        raise ConfigError(f"there is a ResumableLoader named {name!r} already: name them apart")
+    _positions[name] = position
+    if name in _waiting:
+        position.load_state_dict(_waiting.pop(name))
+
+
+def positions() -> dict[str, Any]:
+    """The positions of all loaders of this process by name; see ResumableLoader."""
+    return {name: position.state_dict() for name, position in sorted(_positions.items())}
+
+
+def set_positions(state: Mapping[str, Any]) -> None:
+    """Restore them; those of loaders that do not exist yet wait for these to be made."""
+    _waiting.clear()
+    _waiting.update(state)
+    for name, position in _positions.items():
+        if name in _waiting:
+            position.load_state_dict(_waiting.pop(name))
+
+
+def _forget() -> None:
+    """Number loaders anew, as a new process does."""
+    global _numbers
+    _positions.clear()
+    _waiting.clear()
+    _numbers = itertools.count()
+
+
+on_teardown(_forget)
