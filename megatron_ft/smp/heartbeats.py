@@ -19,7 +19,6 @@ from megatron_ft.core.errors import UntrustedFileError
 from megatron_ft.rpc.heartbeat_page import (
     DUMP_SIGNAL,
     GONE,
-    Pulse,
     PulseReport,
     TrainerPhase,
     pulse_path,
@@ -99,17 +98,17 @@ class NodeHeartbeats:
     def _trainers(self) -> list[WriterProcess]:
         return [writer for writer in self._writers.all() if writer.role == "trainer"]
 
-    def _read(self, writer: WriterProcess) -> Pulse | None:
+    def _read(self, writer: WriterProcess) -> PulseReport | None:
         try:
             return read_pulse(pulse_path(self._folder, writer.pid))
         except UntrustedFileError:
             return None
 
-    def _report(self, pulse: Pulse, pid: int) -> PulseReport:
+    def _report(self, pulse: PulseReport, pid: int) -> PulseReport:
         now, stat = time.monotonic(), procfs.read_stat(pid)
         stuck = now - pulse.marked > QUIET_SECONDS or stat is None or not stat.has_program
-        return PulseReport(
-            **msgspec.structs.asdict(pulse),
+        return msgspec.structs.replace(
+            pulse,
             idle=max(0.0, now - pulse.marked) if pulse.marked else 0.0,
             quiet=max(0.0, now - pulse.beat) if pulse.beat else 0.0,
             state=stat.state if stat else GONE,

@@ -30,6 +30,18 @@ CLASSES: Mapping[str, str] = {
     UNKNOWN: "evidence does not tell",
 }
 
+SUSPENDED, LOCKED, LOADER, OTHER_CALL = (
+    "suspended", "interpreter locked", "data loader", "other collective"
+)  # fmt: skip
+
+HOW: Mapping[str, str] = {
+    SUSPENDED: "a signal or a debugger has stopped its process",
+    LOCKED: "C code holds the interpreter's lock, so that no thread of Python runs",
+    LOADER: "it waits for data in its data loader",
+    OTHER_CALL: "it has called another collective than the others",
+}
+"""Ways in which the rank hangs that a hang is blamed on."""
+
 _FROM_OTHERS = re.compile(
     r"gloo|NCCL|DistBackendError|DistNetworkError|DistStoreError|TCPStore|ConnectionError"
     r"|Connection closed by peer|Connection re(set|fused)|Broken pipe|RestartRequested"
@@ -97,7 +109,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     ``gone`` are nodes that the launcher counts as lost, ``losses_known`` is whether it knows of
     each loss at once; ``silent`` maps nodes to the seconds since their last answer, where those
     come near to a lease, at whose end a node that is cut off ends its own trainers.  ``hung`` are
-    the ranks that the watch named, ``hang`` its sentence.
+    the ranks that the watch named, ``hang`` its sentence, ``how`` a key of HOW or empty.
     """
 
     job: str
@@ -112,6 +124,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     silent: dict[str, float] = {}
     hung: tuple[int, ...] = ()
     hang: str = ""
+    how: str = ""
     versions: dict[str, str] = {}
     events: tuple[str, ...] = ()
 
@@ -123,7 +136,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 class Autopsy(msgspec.Struct, frozen=True):
     """The rank that stopped first (-1: not a single known one), its node, and the class.
 
-    ``sentence`` gives the reason, ``waiting`` has a line for each group of the others.
+    ``sentence`` gives the reason, ``waiting`` has a line for each group of the others.  ``how`` is
+    a key of HOW for a hang where that is known.
     """
 
     rank: int
@@ -131,13 +145,17 @@ class Autopsy(msgspec.Struct, frozen=True):
     kind: str
     sentence: str
     waiting: tuple[str, ...] = ()
+    how: str = ""
 
 
 def judge(evidence: Evidence) -> Autopsy:
     """The verdict on one failure; of class "unknown" where evidence tells nothing certain."""
     rank, node, kind, sentence = _judge(evidence)
     others = [one for one in evidence.ranks if one.rank != rank]
-    return Autopsy(rank, node, kind, sentence, tuple(_waiting(others, evidence)))
+    how = evidence.how if kind == HANG and evidence.hung == (rank,) else ""
+    if kind == HANG and not how and _apart(evidence.ranks).get(rank, "").startswith(_IS_IN):
+        how = OTHER_CALL
+    return Autopsy(rank, node, kind, sentence, tuple(_waiting(others, evidence)), how)
 
 
 def is_settled(ended: Sequence[RankEvidence]) -> bool:
@@ -146,6 +164,7 @@ def is_settled(ended: Sequence[RankEvidence]) -> bool:
 
 
 _Finding = tuple[int, str, str, str]
+_IS_IN = "is in"
 
 
 def _judge(evidence: Evidence) -> _Finding:
@@ -215,7 +234,7 @@ def _apart(ranks: Sequence[RankEvidence]) -> dict[int, str]:
         if last.sequence < sequence:
             found[one.rank] = f"has not called {missing}; its last was #{last.sequence}"
         elif last.sequence == sequence and 2 * count > len(ranks):
-            found[one.rank] = f"is in {last.name} #{sequence}, the others in {missing}"
+            found[one.rank] = f"{_IS_IN} {last.name} #{sequence}, the others in {missing}"
     return found
 
 

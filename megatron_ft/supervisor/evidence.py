@@ -177,8 +177,9 @@ class EvidenceKeeper:
             log.warning("no autopsy of %s: %r", failure.text, error)
             return
         fields = {"rank": verdict.rank, "node": verdict.node, "verdict": verdict.kind}
+        fields |= {"how": verdict.how, "folder": str(folder)}
         text = f"stopped first ({verdict.kind}): {verdict.sentence}"
-        self._coordinator.observers.emit(AUTOPSY, text, **fields, folder=str(folder))
+        self._coordinator.observers.emit(AUTOPSY, text, **fields)
 
     def _keep(self, failure: Failure, seen: _Seen) -> tuple[Autopsy, Path]:
         hang, ranks, now = self._hang, self._ranks(seen.exits), time.monotonic()
@@ -195,6 +196,7 @@ class EvidenceKeeper:
             silent=dict(seen.silent),
             hung=() if hang is None else tuple(hang.fields["ranks"]),
             hang="" if hang is None else hang.text,
+            how="" if hang is None else hang.fields["how"],
             versions=_versions(),
             events=tuple(f"{e.monotonic - now:.2f} s {e.kind}: {e.text}" for e in self._events),
         )

@@ -19,8 +19,10 @@ from megatron_ft.supervisor.autopsy import (
     EXCEPTION,
     HANG,
     LEFT,
+    LOADER,
     MEMORY,
     NODE,
+    OTHER_CALL,
     SIGNAL,
     UNKNOWN,
     Autopsy,
@@ -172,7 +174,7 @@ def test_the_collective_that_is_missing_is_named() -> None:
     ranks = [rank(i, calls=(call("barrier", 3, "tp", 1.5), inside)) for i in range(4)]
     behind = evidence(*ranks[:3], rank(3, calls=(left,)), hung=(0, 1, 2, 3), hang="nobody knows")
     found = judge(behind)
-    assert (found.rank, found.kind) == (3, HANG)
+    assert (found.rank, found.kind, found.how) == (3, HANG, "")
     assert "rank 3 has not called all_reduce #12 of group default" in found.sentence
     assert found.waiting == (
         "ranks 0-2 ran: iteration 17 ended, 34 marks, phase training, "
@@ -180,8 +182,16 @@ def test_the_collective_that_is_missing_is_named() -> None:
     )
     other = rank(3, calls=(call("barrier", 12),))
     found = judge(evidence(*ranks[:3], other, hung=(0, 1, 2, 3), hang="nobody knows"))
-    assert found.rank == 3
+    assert (found.rank, found.how) == (3, OTHER_CALL)
     assert "rank 3 is in barrier #12, the others in all_reduce" in found.sentence
+
+
+def test_how_a_rank_hangs_is_told_of_that_rank_alone() -> None:
+    assert judge(evidence(rank(0), rank(1), **HUNG, how=LOADER)).how == LOADER
+    killed = rank(1, place=0, status=-9)
+    assert judge(evidence(rank(0), killed, how=LOADER)).how == ""
+    both = {**HUNG, "hung": (0, 1)}
+    assert judge(evidence(rank(0), rank(1), **both, how=LOADER)).how == ""
 
 
 def test_calls_that_tell_nobody_apart_name_nobody() -> None:
