@@ -18,6 +18,7 @@ from megatron_ft.supervisor.heartbeats import in_ranges
 
 SIGNAL, MEMORY, EXCEPTION, HANG = "signal", "out of memory", "exception", "hang"
 LEFT, NODE, CUT, UNKNOWN = "left early", "node loss", "cut network", "unknown"
+MISMATCH = "mismatched collective"
 
 CLASSES: Mapping[str, str] = {
     SIGNAL: "a signal ended the process: of somebody else, or of its own fault (SIGSEGV)",
@@ -25,6 +26,7 @@ CLASSES: Mapping[str, str] = {
     EXCEPTION: "Python ended with an exception that is not of a connection to another rank",
     HANG: "no rank made progress, and the watch named whom the job waited for",
     LEFT: "the process ended by itself, without an exception, while others trained",
+    MISMATCH: "a collective failed that one rank called with another size than the others",
     NODE: "the launcher says that the node is gone",
     CUT: "the node stopped answering, but is known to live",
     UNKNOWN: "evidence does not tell",
@@ -38,7 +40,7 @@ HOW: Mapping[str, str] = {
     SUSPENDED: "a signal or a debugger has stopped its process",
     LOCKED: "C code holds the interpreter's lock, so that no thread of Python runs",
     LOADER: "it waits for data in its data loader",
-    OTHER_CALL: "it has called another collective than the others",
+    OTHER_CALL: "it has called another collective than the others, or with another size",
 }
 """Ways in which the rank hangs that a hang is blamed on."""
 
@@ -153,7 +155,8 @@ def judge(evidence: Evidence) -> Autopsy:
     rank, node, kind, sentence = _judge(evidence)
     others = [one for one in evidence.ranks if one.rank != rank]
     how = evidence.how if kind == HANG and evidence.hung == (rank,) else ""
-    if kind == HANG and not how and _apart(evidence.ranks).get(rank, "").startswith(_IS_IN):
+    apart = _apart(evidence.ranks) or _odd_size(evidence.ranks)
+    if kind == HANG and not how and apart.get(rank, "").startswith((_IS_IN, _CALLED)):
         how = OTHER_CALL
     return Autopsy(rank, node, kind, sentence, tuple(_waiting(others, evidence)), how)
 
@@ -164,7 +167,7 @@ def is_settled(ended: Sequence[RankEvidence]) -> bool:
 
 
 _Finding = tuple[int, str, str, str]
-_IS_IN = "is in"
+_IS_IN, _CALLED = "is in", "called"
 
 
 def _judge(evidence: Evidence) -> _Finding:
@@ -179,7 +182,7 @@ def _judge(evidence: Evidence) -> _Finding:
     if silent and (first is None or (first.node in silent and first.status == -signal.SIGKILL)):
         return _of_silence(silent, first, evidence, all_silent=homes <= evidence.silent.keys())
     if evidence.hang and (first is None or first.status):
-        apart = _apart(evidence.ranks)
+        apart = _apart(evidence.ranks) or _odd_size(evidence.ranks)
         hung = evidence.hung if len(evidence.hung) == 1 or len(apart) != 1 else tuple(apart)
         text = "".join(f"; rank {rank} {apart[rank]}" for rank in hung if rank in apart)
         rank = hung[0] if len(hung) == 1 else -1
@@ -191,6 +194,10 @@ def _judge(evidence: Evidence) -> _Finding:
         one = finished[0]
         text = f"rank {one.rank} closed its training and ended with 0; others still trained"
         return one.rank, one.node, LEFT, text
+    if ended and (odd := _odd_size(evidence.ranks)):
+        ((rank, text),) = odd.items()
+        node = _node_of(evidence, (rank,))
+        return rank, node, MISMATCH, f"rank {rank} on {node} {text}"
     if ended:
         names = _named([one.rank for one in ended])
         return -1, "", UNKNOWN, f"{names} lost a connection to another rank; nobody else had ended"
@@ -236,6 +243,33 @@ def _apart(ranks: Sequence[RankEvidence]) -> dict[int, str]:
         elif last.sequence == sequence and 2 * count > len(ranks):
             found[one.rank] = f"{_IS_IN} {last.name} #{sequence}, the others in {missing}"
     return found
+
+
+_EVEN = frozenset(
+    {"all_reduce", "all_gather_into_tensor", "broadcast", "reduce", "reduce_scatter_tensor"}
+)
+"""Collectives whose first tensor has the same size on all ranks."""
+
+
+def _odd_size(ranks: Sequence[RankEvidence]) -> dict[int, str]:
+    """The rank whose last call has another size than that of the others, with a text on it.
+
+    Empty if there is no single one.
+    """
+    last = {one.rank: one.calls[-1] for one in ranks if one.calls}
+    calls = Counter(
+        (call.group, call.sequence, call.name) for call in last.values() if call.name in _EVEN
+    ).most_common(1)
+    if not calls:
+        return {}
+    group, sequence, name = which = calls[0][0]
+    sizes = {r: c.size for r, c in last.items() if (c.group, c.sequence, c.name) == which}
+    usual, count = Counter(sizes.values()).most_common(1)[0]
+    odd = [rank for rank, size in sizes.items() if size != usual]
+    if len(odd) != 1 or count < 2:
+        return {}
+    text = f"{_CALLED} {name} #{sequence} of group {group} with {sizes[odd[0]]} bytes"
+    return {odd[0]: f"{text}, the others with {usual}"}
 
 
 def _of_end(one: RankEvidence) -> _Finding:

@@ -30,7 +30,10 @@ ORDERS, WORK = "MEGATRON_FT_TEST_ORDERS", "MEGATRON_FT_TEST_WORK"
 CGROUP = "MEGATRON_FT_TEST_CGROUP"
 ORDER_NAME = "order.json"
 SLOWER = 0.3
-IN_LOADER = ("loader", "loader-worker")
+IN_LOADER = {"loader": 0, "loader-worker": 1, "exception-loader": 1}
+"""Faults of a data loader, and its processes."""
+SIZES = {"smaller-size": 7, "larger-size": 4096}
+"""Elements of one all_reduce, in which the others have 2048."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,11 @@ def enter_cgroup() -> None:
     time.sleep(1.5)  # the node looks at each heartbeat
 
 
+def sleep_in_thread() -> None:
+    """As ``sleep_in_c``, while the main thread is wherever it is."""
+    threading.Timer(0.02, sleep_in_c).start()
+
+
 def signals(number: int, delay: float) -> None:
     threading.Timer(delay, os.kill, (os.getpid(), number)).start()
 
@@ -98,6 +106,7 @@ AT_ONCE: dict[str, Callable[[], None]] = {
     "exception": fail,
     "locked": compute_in_c,
     "locked-asleep": sleep_in_c,
+    "locked-thread": sleep_in_thread,
     "other-collective": call_another,
     "memory": exhaust_memory,
 }
@@ -105,15 +114,17 @@ LATER = {"killed": signal.SIGKILL, "suspended": signal.SIGSTOP}
 
 
 class Samples(Dataset[torch.Tensor]):
-    """Random samples; the first one that is read while ``stalled`` never comes."""
+    """Samples; the first one that is read with a ``fault`` never comes, or fails."""
 
-    stalled = False
+    fault = ""
 
     def __len__(self) -> int:
         return 1 << 30
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if self.stalled:
+        if self.fault == "exception-loader":
+            fail()
+        if self.fault:
             reading, _writing = os.pipe()
             os.read(reading, 1)
         return torch.ones(16, 32) * (index % 7)
@@ -124,7 +135,7 @@ class Training:
 
     def __init__(self) -> None:
         self.folder, self.rank = Path(os.environ[ORDERS]), dist.get_rank()
-        self.work = float(os.environ[WORK])
+        self.work, self.order = float(os.environ[WORK]), ""
         self.samples = Samples()
         self.batches: Iterator[torch.Tensor] = iter(DataLoader(self.samples))
         torch.manual_seed(1234)
@@ -153,6 +164,9 @@ class Training:
         self.optimizer.zero_grad()
         self.model(data).square().mean().backward()
         time.sleep(slower * (time.monotonic() - began))
+        if self.order == "exception-late":
+            fail()
+        dist.all_reduce(torch.zeros(SIZES.get(self.order, 2048)))
         for parameter in self.model.parameters():
             dist.all_reduce(parameter.grad)
         self.optimizer.step()
@@ -165,13 +179,14 @@ class Training:
             enter_cgroup()
         if first:
             struck.write_text(str(time.monotonic() + (order.delay if kind in LATER else 0.0)))
+            self.order = kind
         if first and kind in AT_ONCE:
             AT_ONCE[kind]()
         if first and kind in LATER:
             signals(LATER[kind], order.delay)
         if first and kind in IN_LOADER:
-            self.samples.stalled = True
-            self.batches = iter(DataLoader(self.samples, num_workers=int(kind == IN_LOADER[1])))
+            self.samples.fault = kind
+            self.batches = iter(DataLoader(self.samples, num_workers=IN_LOADER[kind]))
         return SLOWER if kind == "slow" else 0.0
 
 

@@ -35,19 +35,24 @@ from tests.support.jobs import Job, trainers_of
 from tests.support.warm_host import WarmHost
 
 STRAGGLER = "straggler"
-KINDS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
-    "SIGKILL": (a.SIGNAL, "", ("killed",)),
-    "SIGSTOP": (a.HANG, a.SUSPENDED, ("suspended",)),
-    "OOM by cgroup": (a.MEMORY, "", ("memory",)),
-    "exception": (a.EXCEPTION, "", ("exception",)),
-    "mismatched collective": (a.HANG, a.OTHER_CALL, ("other-collective",)),
-    "GIL held": (a.HANG, a.LOCKED, ("locked", "locked-asleep")),
-    "stalled data loader": (a.HANG, a.LOADER, program.IN_LOADER),
-    "1.3x slow rank": (STRAGGLER, "", ("slow",)),
-    "node loss": (a.NODE, "", ("lost",)),
-    "network cut": (a.CUT, "", ("cut",)),
+KINDS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "SIGKILL": {"killed": (a.SIGNAL, "")},
+    "SIGSTOP": {"suspended": (a.HANG, a.SUSPENDED)},
+    "OOM by cgroup": {"memory": (a.MEMORY, "")},
+    "exception": dict.fromkeys(
+        ("exception", "exception-late", "exception-loader"), (a.EXCEPTION, "")
+    ),
+    "mismatched collective": {
+        "other-collective": (a.HANG, a.OTHER_CALL),
+        **dict.fromkeys(program.SIZES, (a.MISMATCH, "")),
+    },
+    "GIL held": dict.fromkeys(("locked", "locked-asleep", "locked-thread"), (a.HANG, a.LOCKED)),
+    "stalled data loader": dict.fromkeys(("loader", "loader-worker"), (a.HANG, a.LOADER)),
+    "1.3x slow rank": {"slow": (STRAGGLER, "")},
+    "node loss": {"lost": (a.NODE, "")},
+    "network cut": {"cut": (a.CUT, "")},
 }
-"""Each kind with the class and the way that are right for it, and its variants."""
+"""The variants of each kind, with the class and the way that are right for them."""
 
 NODES, FAULTS_PER_JOB = 3, 25
 OF_NODES = ("lost", "cut")
@@ -80,8 +85,8 @@ def plan(seed: int, faults: int) -> list[Drawn]:
     while len(drawn) < faults:
         for kind in chance.sample(sorted(KINDS), len(KINDS)):
             rank = chance.choice([rank for rank in range(NODES) if rank != last])
-            last = last if KINDS[kind][0] == STRAGGLER else rank
-            variant = chance.choice(KINDS[kind][2])
+            variant = chance.choice(list(KINDS[kind]))
+            last = last if variant == "slow" else rank
             gap, delay = chance.randrange(8), chance.uniform(0.0, 0.06)
             drawn.append(Drawn(len(drawn), kind, variant, rank, gap, round(delay, 4)))
     return drawn[:faults]
@@ -146,7 +151,7 @@ class Injector:
         job.interrupt()
 
     def _inject(self, fault: Drawn, job: Job) -> Result:
-        kind, how, _ = KINDS[fault.kind]
+        kind, how = KINDS[fault.kind][fault.variant]
         node = job.supervisor.trainers.nodes_by_rank()[fault.rank]
         expected = Named(-1 if fault.variant in OF_NODES else fault.rank, node, kind, how)
         since = len(job.events)

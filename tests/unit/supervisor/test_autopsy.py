@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from megatron_ft.supervisor.autopsy import (
     LEFT,
     LOADER,
     MEMORY,
+    MISMATCH,
     NODE,
     OTHER_CALL,
     SIGNAL,
@@ -184,6 +186,26 @@ def test_the_collective_that_is_missing_is_named() -> None:
     found = judge(evidence(*ranks[:3], other, hung=(0, 1, 2, 3), hang="nobody knows"))
     assert (found.rank, found.how) == (3, OTHER_CALL)
     assert "rank 3 is in barrier #12, the others in all_reduce" in found.sentence
+
+
+@pytest.mark.parametrize("aborted", [0, 3], ids=["an innocent one", "the odd one"])
+def test_the_rank_with_another_size_is_named(aborted: int) -> None:
+    """gloo aborts the process that gets more than it has room for, whoever was wrong."""
+    usual, odd = call("all_reduce", 12, left=2.0), call("all_reduce", 12, left=2.0)
+    odd = msgspec.structs.replace(odd, size=28)
+    ranks = [rank(i, calls=(call("barrier", 11, left=1.0), usual)) for i in range(3)]
+    ranks.append(rank(3, calls=(odd,)))
+    text = "what():  [enforce fail at gloo/pair.cc:456] op.preamble.length <= op.nbytes\n"
+    end = {"place": 0, "status": -signal.SIGABRT, "log": read_log(text)}
+    ranks[aborted] = msgspec.structs.replace(ranks[aborted], **end)
+    found = judge(evidence(*ranks))
+    assert (found.rank, found.node, found.kind) == (3, "n3", MISMATCH), found
+    assert "with 28 bytes, the others with 4000" in found.sentence
+    hung = [rank(one.rank, calls=one.calls) for one in ranks]
+    found = judge(evidence(*hung, hung=(0, 1, 2, 3), hang="nobody knows"))
+    assert (found.rank, found.kind, found.how) == (3, HANG, OTHER_CALL)
+    two = evidence(*ranks[:1], *ranks[3:])
+    assert judge(two).rank == -1, "one of two"
 
 
 def test_how_a_rank_hangs_is_told_of_that_rank_alone() -> None:
