@@ -30,6 +30,8 @@ ORDERS, WORK = "MEGATRON_FT_TEST_ORDERS", "MEGATRON_FT_TEST_WORK"
 CGROUP = "MEGATRON_FT_TEST_CGROUP"
 ORDER_NAME = "order.json"
 SLOWER = 0.3
+COUNTED_SECONDS = 1.5
+"""Training in a cgroup, after which the node has seen it there: it looks at each heartbeat."""
 IN_LOADER = {"loader": 0, "loader-worker": 1, "exception-loader": 1}
 """Faults of a data loader, and its processes."""
 SIZES = {"smaller-size": 7, "larger-size": 4096}
@@ -90,7 +92,6 @@ def exhaust_memory() -> None:
 def enter_cgroup() -> None:
     """A memory cgroup of its own, so that nobody else is hit."""
     Path(os.environ[CGROUP], "cgroup.procs").write_text(str(os.getpid()))
-    time.sleep(1.5)  # the node looks at each heartbeat
 
 
 def sleep_in_thread() -> None:
@@ -136,6 +137,7 @@ class Training:
     def __init__(self) -> None:
         self.folder, self.rank = Path(os.environ[ORDERS]), dist.get_rank()
         self.work, self.order = float(os.environ[WORK]), ""
+        self.entered = 0.0
         self.samples = Samples()
         self.batches: Iterator[torch.Tensor] = iter(DataLoader(self.samples))
         torch.manual_seed(1234)
@@ -175,8 +177,11 @@ class Training:
         """Suffer what is ordered, once; the share by which this iteration's work is longer."""
         struck, kind = self.folder / f"struck-{order.number}", order.kind
         first = not struck.exists()
-        if first and kind == "memory":
+        if first and kind == "memory" and not self.entered:
             enter_cgroup()
+            self.entered = time.monotonic()
+        if first and kind == "memory" and time.monotonic() < self.entered + COUNTED_SECONDS:
+            return 0.0
         if first:
             struck.write_text(str(time.monotonic() + (order.delay if kind in LATER else 0.0)))
             self.order = kind

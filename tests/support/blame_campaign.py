@@ -85,7 +85,8 @@ def plan(seed: int, faults: int) -> list[Drawn]:
     while len(drawn) < faults:
         for kind in chance.sample(sorted(KINDS), len(KINDS)):
             rank = chance.choice([rank for rank in range(NODES) if rank != last])
-            variant = chance.choice(list(KINDS[kind]))
+            variants = list(KINDS[kind])
+            variant = variants[(seed + len(drawn) // len(KINDS)) % len(variants)]
             last = last if variant == "slow" else rank
             gap, delay = chance.randrange(8), chance.uniform(0.0, 0.06)
             drawn.append(Drawn(len(drawn), kind, variant, rank, gap, round(delay, 4)))
