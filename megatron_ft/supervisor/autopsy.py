@@ -63,6 +63,13 @@ class DeadLog(msgspec.Struct, frozen=True):
     last_line: str = ""
     child: tuple[int, int] | None = None
 
+    @property
+    def failed(self) -> bool:
+        """True if an exception of its own is the last that it tells."""
+        return (
+            bool(self.message) and self.message.strip() == self.last_line and not self.from_others
+        )
+
 
 class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """Evidence on one rank.  Times are in seconds.
@@ -181,7 +188,12 @@ def _judge(evidence: Evidence) -> _Finding:
     silent = [node for node in evidence.silent if node in homes]
     if silent and (first is None or (first.node in silent and first.status == -signal.SIGKILL)):
         return _of_silence(silent, first, evidence, all_silent=homes <= evidence.silent.keys())
-    if evidence.hang and (first is None or first.status):
+    failed = [one for one in evidence.ranks if one.rank in evidence.hung and one.log.failed]
+    if len(failed) == 1 and first is None:
+        # It has raised, and takes longer to end than others wait for it.
+        return _of_end(msgspec.structs.replace(failed[0], status=1))
+    raised = first is not None and first.status == 1 and bool(first.log.message)
+    if evidence.hang and not raised and (first is None or first.status):
         apart = _apart(evidence.ranks) or _odd_size(evidence.ranks)
         hung = evidence.hung if len(evidence.hung) == 1 or len(apart) != 1 else tuple(apart)
         text = "".join(f"; rank {rank} {apart[rank]}" for rank in hung if rank in apart)

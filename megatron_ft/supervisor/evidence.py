@@ -130,12 +130,14 @@ class EvidenceKeeper:
         return _Seen(dict(trainers.exits), gone, silent)
 
     def _settled(self) -> bool:
-        return is_settled(self._ranks(dict(self._trainers.exits)))
+        ranks = self._ranks(dict(self._trainers.exits))
+        return is_settled([one for one in ranks if one.place >= 0])
 
     def _ranks(self, exits: Mapping[int, tuple[int, float]]) -> list[RankEvidence]:
         """The evidence of each rank, with logs of those that are named first."""
         heard = {one.report.rank: one for one in self._coordinator.pulses.all()}
         nodes = self._trainers.nodes_by_rank()
+        hung = () if self._hang is None else self._hang.fields["ranks"]
         for rank, one in heard.items():
             nodes.setdefault(rank, one.node)
         first = min((at for _, at in exits.values()), default=0.0)
@@ -145,6 +147,7 @@ class EvidenceKeeper:
             if rank in exits:
                 status, at = exits[rank]
                 fields |= {"place": places.index(rank), "status": status, "after": at - first}
+            if rank in exits or rank in hung:
                 fields["log"] = read_log("\n".join(self._log(rank)))
             if rank in heard:
                 report = heard[rank].report

@@ -259,6 +259,7 @@ _COLLECTIVE_FILES = (
 )
 """Files in which a rank waits for others; some wait in C++ called from there."""
 
+_RESILIENT = "/megatron_ft/trainer/resilient.py"
 _LOADER_FILES = ("/torch/utils/data/", "/megatron/core/datasets/", "/deepspeed/runtime/dataloader")
 """Files in which a rank reads its data, or waits for processes that do."""
 
@@ -291,8 +292,11 @@ def main_thread(text: str) -> list[Frame]:
 def waits_for_others(frames: Sequence[Frame]) -> bool | None:
     """True if the thread is in a collective; None where the stack does not show it.
 
-    It can be in one, or compute, in the midst of a backward pass.
+    It can be in one, or compute, in the midst of a backward pass.  After an error of a collective
+    ``run_resilient`` waits for the restart that explains it.
     """
+    if any(f.function == "explains" and f.file.endswith(_RESILIENT) for f in frames):
+        return True
     if frames and any(part in frames[0].file for part in _COLLECTIVE_FILES):
         return True
     return None if not frames or frames[0].function == _BACKWARD else False

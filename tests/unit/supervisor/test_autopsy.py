@@ -31,6 +31,7 @@ from megatron_ft.supervisor.autopsy import (
     DeadLog,
     Evidence,
     RankEvidence,
+    is_settled,
     judge,
     read_log,
 )
@@ -206,6 +207,21 @@ def test_the_rank_with_another_size_is_named(aborted: int) -> None:
     assert (found.rank, found.kind, found.how) == (3, HANG, OTHER_CALL)
     two = evidence(*ranks[:1], *ranks[3:])
     assert judge(two).rank == -1, "one of two"
+
+
+def test_an_exception_of_a_rank_that_is_slow_to_end_is_no_hang() -> None:
+    own = {"log": read_log(OWN)}
+    for end in ({}, {"place": 0, "status": 1}):
+        found = judge(evidence(rank(0), rank(1, **own, **end), rank(2), **HUNG))
+        assert (found.rank, found.kind) == (1, EXCEPTION), found
+    later = read_log(OWN + "iteration 8 loss 2.30\n")
+    assert judge(evidence(rank(0), rank(1, log=later), **HUNG)).kind == HANG, "it was caught"
+    assert judge(evidence(rank(0), rank(1, log=FOLLOWER["log"]), **HUNG)).kind == HANG
+
+
+def test_ranks_that_lost_a_connection_are_waited_behind() -> None:
+    assert not is_settled([rank(0, place=0, **FOLLOWER)])
+    assert is_settled([rank(0, place=0, **FOLLOWER), rank(1, place=1, status=-9)])
 
 
 def test_how_a_rank_hangs_is_told_of_that_rank_alone() -> None:

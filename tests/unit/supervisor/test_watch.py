@@ -227,6 +227,20 @@ def test_a_late_thread_is_no_locked_interpreter() -> None:
     assert not is_locked(quiet=200.0, idle=600.0), "a machine that was busy for minutes"
 
 
+EXPLAINED = """Current thread 0x00007f502ac38b80 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+  File "/venv/lib/megatron_ft/trainer/resilient.py", line 150 in explains
+  File "/venv/lib/megatron_ft/trainer/resilient.py", line 83 in run_resilient
+  File "/home/me/train.py", line 90 in <module>
+"""
+
+
+def test_who_waits_for_a_restart_waits_for_others() -> None:
+    """The rank that failed writes no stacks while its interpreter ends."""
+    ranks = [Witness.of(rank, 8, "S", EXPLAINED) for rank in (0, 2)]
+    assert blame([*ranks, Witness.of(1, 8, "R", "", locked=True)])[0] == (1,)
+
+
 @given(st.text(max_size=300))
 def test_any_text_can_be_read_as_stacks(text: str) -> None:
     Witness.of(0, 0, "S", text)
