@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -167,22 +168,25 @@ class EvidenceKeeper:
         except OSError:
             return []
 
-    async def keep(self, failure: Failure) -> None:
-        """Judge a failure, keep its evidence, and emit both."""
+    async def keep(self, failure: Failure) -> Failure:
+        """Judge a failure, keep its evidence, and emit both; the failure, at the node named."""
         seen, self._seen = self._seen, None
         if seen is None:
-            return
+            return failure
         try:
             work = partial(self._keep, failure, seen)
             verdict, folder = await in_thread(work, KEEP_SECONDS)
         except Exception as error:
             # A full disk, or one that hangs: the job continues without.
             log.warning("no autopsy of %s: %r", failure.text, error)
-            return
+            return failure
         fields = {"rank": verdict.rank, "node": verdict.node, "verdict": verdict.kind}
         fields |= {"how": verdict.how, "folder": str(folder)}
         text = f"stopped first ({verdict.kind}): {verdict.sentence}"
         self._coordinator.observers.emit(AUTOPSY, text, **fields)
+        # The first rank whose end was seen may have died of another one.
+        moved = verdict.rank >= 0 and bool(failure.place and verdict.node)
+        return replace(failure, place=verdict.node) if moved else failure
 
     def _keep(self, failure: Failure, seen: _Seen) -> tuple[Autopsy, Path]:
         hang, ranks, now = self._hang, self._ranks(seen.exits), time.monotonic()
