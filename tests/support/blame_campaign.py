@@ -247,7 +247,7 @@ def run_job(folder: Path, work: float, drive: Callable[[Job], None]) -> Job:
             folder, NODES, spares=1, protect=f"xor:{NODES}", networked=True, transport="tcp",
             command=(sys.executable, program.__file__, str(1 << 30)),
             environment={name: str(value) for name, value in given.items()},
-            timing=TIMING, hang_seconds=HANG_SECONDS, register_timeout_seconds=60.0,
+            timing=TIMING, hang_seconds=HANG_SECONDS, register_timeout_seconds=200.0,
             quarantine_iterations=0, budget=RestartBudget(1 << 20, 1 << 20, 0.1),
         )  # fmt: skip
         try:

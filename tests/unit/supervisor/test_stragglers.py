@@ -78,7 +78,7 @@ def test_only_peers_are_compared() -> None:
 
 def test_what_costs_next_to_nothing_is_not_told() -> None:
     """Ranks of GPUs that wait for their device in a collective: the host has hardly any work."""
-    assert named(lambda _: {0: 0.008, 1: 0.004, 2: 0.004}) == []
+    assert named(lambda _: {0: 0.024, 1: 0.015, 2: 0.015}) == []
 
 
 @pytest.mark.parametrize("known", [{"phase": TrainerPhase.PAUSED}, {"done": ITERATIONS - 1}])
