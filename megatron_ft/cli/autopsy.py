@@ -14,7 +14,7 @@ import msgspec
 
 from megatron_ft.cli.common import add_job
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.supervisor.autopsy import CLASSES
+from megatron_ft.supervisor.autopsy import CLASSES, HOW
 from megatron_ft.supervisor.evidence import FOLDER, Kept, numbers_in, read_kept
 from megatron_ft.supervisor.job_state import state_folder
 
@@ -55,7 +55,8 @@ def page(kept: Kept, folder: Path) -> Iterator[str]:
     yield f"failure {folder.name} at {moment}, in incarnation {evidence.incarnation}"
     rank = f"rank {verdict.rank}" if verdict.rank >= 0 else "no single rank is known"
     yield f"stopped first: {rank}{f' on {verdict.node}' if verdict.node else ''}"
-    yield f"class:         {verdict.kind} ({CLASSES.get(verdict.kind, '')})"
+    how = f"; {verdict.how}: {HOW.get(verdict.how, '')}" if verdict.how else ""
+    yield f"class:         {verdict.kind} ({CLASSES.get(verdict.kind, '')}{how})"
     yield f"evidence:      {verdict.sentence}"
     yield f"supervisor:    {evidence.failure}"
     yield "the others:"

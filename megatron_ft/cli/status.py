@@ -142,6 +142,7 @@ def render(name: str, job: dict[str, Any]) -> str:
         lines.append(
             f"the last {summary['given_up']} snapshots were given up: {summary['given_up_reason']}"
         )
+    lines += summary.get("watch", {}).get("stragglers", ())
     if recovery := summary.get("watch", {}).get("recovery"):
         lines.append(f"last restart: {recovery['text']}")
     if job["nodes"]:

@@ -3,8 +3,8 @@
 Storing a heartbeat costs the training thread about a microsecond: no system call, no message, no
 lock.  The layout is little-endian: a sequence number, the fields of ``Pulse`` in their
 order, the sequence number again (a reader that meets a store half done sees two different
-ones), and the time of the last beat, which another thread stores.  Behind these is a ring of
-records of 96 bytes, one for each of the last calls of collectives (``Call``).
+ones), and the time of the last beat and ``work``, which another thread stores.  Behind these is a
+ring of records of 96 bytes, one for each of the last calls of collectives (``Call``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 from megatron_ft.core import private_files
 
 _FIELDS = struct.Struct("<Q?qqqqqddddQ")
-_BEAT = struct.Struct("<d")
+_BEAT = struct.Struct("<dd")
 FILE_BYTES = _FIELDS.size + _BEAT.size
 CALL = struct.Struct("<QQqqdd24s24s")
 CALL_LEFT = struct.Struct("<d")
@@ -103,7 +103,8 @@ class PulseReport(Pulse):
     run, ``state`` the kernel's letter for its process (proc(5)).  ``oom_kills`` is how often the
     kernel's OOM killer has struck in its memory cgroup since it was first seen there, -1 if that
     cannot be read.  Of one that has ended (GONE) all is as of its end.  ``calls`` are its last
-    calls of collectives, the newest last, where it has ended or passes no mark.
+    calls of collectives, the newest last, where it has ended or passes no mark.  ``work`` is the
+    usual time of an iteration without that in collectives which the page records, 0 until known.
     """
 
     idle: float = 0.0
@@ -111,6 +112,7 @@ class PulseReport(Pulse):
     state: str = ""
     oom_kills: int = -1
     calls: tuple[Call, ...] = ()
+    work: float = 0.0
 
 
 _STORED = attrgetter(*(name for name in Pulse.__struct_fields__ if name != "beat"))
@@ -129,7 +131,8 @@ def stacks_path(folder: Path, pid: int) -> Path:
 class PulseFile:
     """The trainer's side.  ``store`` belongs to the training thread, ``beat`` to another one.
 
-    The ring of calls in ``memory`` is written by trainer/calls.py; ``iteration`` was stored last.
+    The ring of calls in ``memory`` is written by trainer/calls.py, which adds up in ``waited`` the
+    seconds spent in them; ``iteration`` was stored last.
     """
 
     def __init__(self, path: Path) -> None:
@@ -144,7 +147,7 @@ class PulseFile:
         finally:
             os.close(descriptor)
         self._sequence = 0
-        self.iteration = -1
+        self.iteration, self.waited = -1, 0.0
 
     def store(self, pulse: Pulse) -> None:
         """Replace everything but the beat."""
@@ -152,17 +155,20 @@ class PulseFile:
         self.iteration = pulse.iteration
         _FIELDS.pack_into(self.memory, 0, self._sequence, *_STORED(pulse), self._sequence)
 
-    def beat(self, now: float) -> None:
+    def beat(self, now: float, work: float = 0.0) -> None:
         """Record that this process runs, and that its interpreter lets threads run."""
-        _BEAT.pack_into(self.memory, _FIELDS.size, now)
+        _BEAT.pack_into(self.memory, _FIELDS.size, now, work)
 
     def close(self) -> None:
         """Unmap it; the file stays until the SMP has seen the process end."""
         self.memory.close()
 
 
-def read_pulse(path: Path) -> Pulse | None:
-    """The content that a trainer stored last; None if there is no file, or nothing whole in it."""
+def read_pulse(path: Path) -> PulseReport | None:
+    """The content that a trainer stored last; None if there is no file, or nothing whole in it.
+
+    What its node sees beside it is not filled in.
+    """
     try:
         descriptor = private_files.open_file(path)
     except OSError:
@@ -174,7 +180,9 @@ def read_pulse(path: Path) -> Pulse | None:
                 return None
             before, *fields, after = _FIELDS.unpack_from(raw)
             if before == after != 0:
-                return Pulse(*fields, *_BEAT.unpack_from(raw, _FIELDS.size))
+                found = PulseReport(*fields)
+                found.beat, found.work = _BEAT.unpack_from(raw, _FIELDS.size)
+                return found
         return None
     finally:
         os.close(descriptor)

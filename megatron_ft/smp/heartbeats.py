@@ -19,7 +19,6 @@ from megatron_ft.core.errors import UntrustedFileError
 from megatron_ft.rpc.heartbeat_page import (
     DUMP_SIGNAL,
     GONE,
-    Pulse,
     PulseReport,
     TrainerPhase,
     pulse_path,
@@ -99,17 +98,17 @@ class NodeHeartbeats:
     def _trainers(self) -> list[WriterProcess]:
         return [writer for writer in self._writers.all() if writer.role == "trainer"]
 
-    def _read(self, writer: WriterProcess) -> Pulse | None:
+    def _read(self, writer: WriterProcess) -> PulseReport | None:
         try:
             return read_pulse(pulse_path(self._folder, writer.pid))
         except UntrustedFileError:
             return None
 
-    def _report(self, pulse: Pulse, pid: int) -> PulseReport:
+    def _report(self, pulse: PulseReport, pid: int) -> PulseReport:
         now, stat = time.monotonic(), procfs.read_stat(pid)
         stuck = now - pulse.marked > QUIET_SECONDS or stat is None or not stat.has_program
-        return PulseReport(
-            **msgspec.structs.asdict(pulse),
+        return msgspec.structs.replace(
+            pulse,
             idle=max(0.0, now - pulse.marked) if pulse.marked else 0.0,
             quiet=max(0.0, now - pulse.beat) if pulse.beat else 0.0,
             state=stat.state if stat else GONE,
@@ -122,7 +121,7 @@ class NodeHeartbeats:
         known = self._counters.get(pid)
         # A process that ends is in the root's, or in none.
         counter = oom_counter(pid) if stat is not None and stat.has_program else None
-        if counter is not None and (known is None or known[0] != counter):
+        if counter is not None and (known is None or known[0] != counter) and _runs(pid):
             known = self._counters[pid] = counter, oom_kills(counter)
         count = oom_kills(known[0]) if known is not None else None
         return -1 if known is None or count is None or known[1] is None else count - known[1]
@@ -157,6 +156,12 @@ class NodeHeartbeats:
             return os.pread(descriptor, MOST_STACK_BYTES, 0).decode(errors="replace")
         finally:
             os.close(descriptor)
+
+
+def _runs(pid: int) -> bool:
+    """True if the process does not end: what was read of it just now was its own."""
+    stat = procfs.read_stat(pid)
+    return stat is not None and stat.has_program
 
 
 def _catches(pid: int, number: int) -> bool:

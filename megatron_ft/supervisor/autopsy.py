@@ -18,6 +18,7 @@ from megatron_ft.supervisor.heartbeats import in_ranges
 
 SIGNAL, MEMORY, EXCEPTION, HANG = "signal", "out of memory", "exception", "hang"
 LEFT, NODE, CUT, UNKNOWN = "left early", "node loss", "cut network", "unknown"
+MISMATCH = "mismatched collective"
 
 CLASSES: Mapping[str, str] = {
     SIGNAL: "a signal ended the process: of somebody else, or of its own fault (SIGSEGV)",
@@ -25,10 +26,23 @@ CLASSES: Mapping[str, str] = {
     EXCEPTION: "Python ended with an exception that is not of a connection to another rank",
     HANG: "no rank made progress, and the watch named whom the job waited for",
     LEFT: "the process ended by itself, without an exception, while others trained",
+    MISMATCH: "a collective failed that one rank called with another size than the others",
     NODE: "the launcher says that the node is gone",
     CUT: "the node stopped answering, but is known to live",
     UNKNOWN: "evidence does not tell",
 }
+
+SUSPENDED, LOCKED, LOADER, OTHER_CALL = (
+    "suspended", "interpreter locked", "data loader", "other collective"
+)  # fmt: skip
+
+HOW: Mapping[str, str] = {
+    SUSPENDED: "a signal or a debugger has stopped its process",
+    LOCKED: "C code holds the interpreter's lock, so that no thread of Python runs",
+    LOADER: "it waits for data in its data loader",
+    OTHER_CALL: "it has called another collective than the others, or with another size",
+}
+"""Ways in which the rank hangs that a hang is blamed on."""
 
 _FROM_OTHERS = re.compile(
     r"gloo|NCCL|DistBackendError|DistNetworkError|DistStoreError|TCPStore|ConnectionError"
@@ -48,6 +62,13 @@ class DeadLog(msgspec.Struct, frozen=True):
     from_others: bool = False
     last_line: str = ""
     child: tuple[int, int] | None = None
+
+    @property
+    def failed(self) -> bool:
+        """True if an exception of its own is the last that it tells."""
+        return (
+            bool(self.message) and self.message.strip() == self.last_line and not self.from_others
+        )
 
 
 class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +118,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     ``gone`` are nodes that the launcher counts as lost, ``losses_known`` is whether it knows of
     each loss at once; ``silent`` maps nodes to the seconds since their last answer, where those
     come near to a lease, at whose end a node that is cut off ends its own trainers.  ``hung`` are
-    the ranks that the watch named, ``hang`` its sentence.
+    the ranks that the watch named, ``hang`` its sentence, ``how`` a key of HOW or empty.
     """
 
     job: str
@@ -112,6 +133,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     silent: dict[str, float] = {}
     hung: tuple[int, ...] = ()
     hang: str = ""
+    how: str = ""
     versions: dict[str, str] = {}
     events: tuple[str, ...] = ()
 
@@ -123,7 +145,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 class Autopsy(msgspec.Struct, frozen=True):
     """The rank that stopped first (-1: not a single known one), its node, and the class.
 
-    ``sentence`` gives the reason, ``waiting`` has a line for each group of the others.
+    ``sentence`` gives the reason, ``waiting`` has a line for each group of the others.  ``how`` is
+    a key of HOW for a hang where that is known.
     """
 
     rank: int
@@ -131,13 +154,18 @@ class Autopsy(msgspec.Struct, frozen=True):
     kind: str
     sentence: str
     waiting: tuple[str, ...] = ()
+    how: str = ""
 
 
 def judge(evidence: Evidence) -> Autopsy:
     """The verdict on one failure; of class "unknown" where evidence tells nothing certain."""
     rank, node, kind, sentence = _judge(evidence)
     others = [one for one in evidence.ranks if one.rank != rank]
-    return Autopsy(rank, node, kind, sentence, tuple(_waiting(others, evidence)))
+    how = evidence.how if kind == HANG and evidence.hung == (rank,) else ""
+    apart = _apart(evidence.ranks) or _odd_size(evidence.ranks)
+    if kind == HANG and not how and apart.get(rank, "").startswith((_IS_IN, _CALLED)):
+        how = OTHER_CALL
+    return Autopsy(rank, node, kind, sentence, tuple(_waiting(others, evidence)), how)
 
 
 def is_settled(ended: Sequence[RankEvidence]) -> bool:
@@ -146,6 +174,7 @@ def is_settled(ended: Sequence[RankEvidence]) -> bool:
 
 
 _Finding = tuple[int, str, str, str]
+_IS_IN, _CALLED = "is in", "called"
 
 
 def _judge(evidence: Evidence) -> _Finding:
@@ -159,8 +188,13 @@ def _judge(evidence: Evidence) -> _Finding:
     silent = [node for node in evidence.silent if node in homes]
     if silent and (first is None or (first.node in silent and first.status == -signal.SIGKILL)):
         return _of_silence(silent, first, evidence, all_silent=homes <= evidence.silent.keys())
-    if evidence.hang and (first is None or first.status):
-        apart = _apart(evidence.ranks)
+    failed = [one for one in evidence.ranks if one.rank in evidence.hung and one.log.failed]
+    if len(failed) == 1 and first is None:
+        # It has raised, and takes longer to end than others wait for it.
+        return _of_end(msgspec.structs.replace(failed[0], status=1))
+    raised = first is not None and first.status == 1 and bool(first.log.message)
+    if evidence.hang and not raised and (first is None or first.status):
+        apart = _apart(evidence.ranks) or _odd_size(evidence.ranks)
         hung = evidence.hung if len(evidence.hung) == 1 or len(apart) != 1 else tuple(apart)
         text = "".join(f"; rank {rank} {apart[rank]}" for rank in hung if rank in apart)
         rank = hung[0] if len(hung) == 1 else -1
@@ -172,6 +206,10 @@ def _judge(evidence: Evidence) -> _Finding:
         one = finished[0]
         text = f"rank {one.rank} closed its training and ended with 0; others still trained"
         return one.rank, one.node, LEFT, text
+    if ended and (odd := _odd_size(evidence.ranks)):
+        ((rank, text),) = odd.items()
+        node = _node_of(evidence, (rank,))
+        return rank, node, MISMATCH, f"rank {rank} on {node} {text}"
     if ended:
         names = _named([one.rank for one in ended])
         return -1, "", UNKNOWN, f"{names} lost a connection to another rank; nobody else had ended"
@@ -215,8 +253,35 @@ def _apart(ranks: Sequence[RankEvidence]) -> dict[int, str]:
         if last.sequence < sequence:
             found[one.rank] = f"has not called {missing}; its last was #{last.sequence}"
         elif last.sequence == sequence and 2 * count > len(ranks):
-            found[one.rank] = f"is in {last.name} #{sequence}, the others in {missing}"
+            found[one.rank] = f"{_IS_IN} {last.name} #{sequence}, the others in {missing}"
     return found
+
+
+_EVEN = frozenset(
+    {"all_reduce", "all_gather_into_tensor", "broadcast", "reduce", "reduce_scatter_tensor"}
+)
+"""Collectives whose first tensor has the same size on all ranks."""
+
+
+def _odd_size(ranks: Sequence[RankEvidence]) -> dict[int, str]:
+    """The rank whose last call has another size than that of the others, with a text on it.
+
+    Empty if there is no single one.
+    """
+    last = {one.rank: one.calls[-1] for one in ranks if one.calls}
+    calls = Counter(
+        (call.group, call.sequence, call.name) for call in last.values() if call.name in _EVEN
+    ).most_common(1)
+    if not calls:
+        return {}
+    group, sequence, name = which = calls[0][0]
+    sizes = {r: c.size for r, c in last.items() if (c.group, c.sequence, c.name) == which}
+    usual, count = Counter(sizes.values()).most_common(1)[0]
+    odd = [rank for rank, size in sizes.items() if size != usual]
+    if len(odd) != 1 or count < 2:
+        return {}
+    text = f"{_CALLED} {name} #{sequence} of group {group} with {sizes[odd[0]]} bytes"
+    return {odd[0]: f"{text}, the others with {usual}"}
 
 
 def _of_end(one: RankEvidence) -> _Finding:

@@ -41,6 +41,7 @@ KINDS: Mapping[str, str] = {
     "trainer_died": "a trainer ended",
     "log": "the last lines of a trainer's log",
     "hang": "training makes no progress",
+    "straggler": "a rank is slower than its peers, which wait for it",
     "watch_failed": "hangs may be missed",
     "silent": "a node does not answer",
     "node_lost": "a node is lost",

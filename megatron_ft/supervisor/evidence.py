@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -130,12 +131,14 @@ class EvidenceKeeper:
         return _Seen(dict(trainers.exits), gone, silent)
 
     def _settled(self) -> bool:
-        return is_settled(self._ranks(dict(self._trainers.exits)))
+        ranks = self._ranks(dict(self._trainers.exits))
+        return is_settled([one for one in ranks if one.place >= 0])
 
     def _ranks(self, exits: Mapping[int, tuple[int, float]]) -> list[RankEvidence]:
         """The evidence of each rank, with logs of those that are named first."""
         heard = {one.report.rank: one for one in self._coordinator.pulses.all()}
         nodes = self._trainers.nodes_by_rank()
+        hung = () if self._hang is None else self._hang.fields["ranks"]
         for rank, one in heard.items():
             nodes.setdefault(rank, one.node)
         first = min((at for _, at in exits.values()), default=0.0)
@@ -145,6 +148,7 @@ class EvidenceKeeper:
             if rank in exits:
                 status, at = exits[rank]
                 fields |= {"place": places.index(rank), "status": status, "after": at - first}
+            if rank in exits or rank in hung:
                 fields["log"] = read_log("\n".join(self._log(rank)))
             if rank in heard:
                 report = heard[rank].report
@@ -164,21 +168,25 @@ class EvidenceKeeper:
         except OSError:
             return []
 
-    async def keep(self, failure: Failure) -> None:
-        """Judge a failure, keep its evidence, and emit both."""
+    async def keep(self, failure: Failure) -> Failure:
+        """Judge a failure, keep its evidence, and emit both; the failure, at the node named."""
         seen, self._seen = self._seen, None
         if seen is None:
-            return
+            return failure
         try:
             work = partial(self._keep, failure, seen)
             verdict, folder = await in_thread(work, KEEP_SECONDS)
         except Exception as error:
             # A full disk, or one that hangs: the job continues without.
             log.warning("no autopsy of %s: %r", failure.text, error)
-            return
+            return failure
         fields = {"rank": verdict.rank, "node": verdict.node, "verdict": verdict.kind}
+        fields |= {"how": verdict.how, "folder": str(folder)}
         text = f"stopped first ({verdict.kind}): {verdict.sentence}"
-        self._coordinator.observers.emit(AUTOPSY, text, **fields, folder=str(folder))
+        self._coordinator.observers.emit(AUTOPSY, text, **fields)
+        # The first rank whose end was seen may have died of another one.
+        moved = verdict.rank >= 0 and bool(failure.place and verdict.node)
+        return replace(failure, place=verdict.node) if moved else failure
 
     def _keep(self, failure: Failure, seen: _Seen) -> tuple[Autopsy, Path]:
         hang, ranks, now = self._hang, self._ranks(seen.exits), time.monotonic()
@@ -195,6 +203,7 @@ class EvidenceKeeper:
             silent=dict(seen.silent),
             hung=() if hang is None else tuple(hang.fields["ranks"]),
             hang="" if hang is None else hang.text,
+            how="" if hang is None else hang.fields["how"],
             versions=_versions(),
             events=tuple(f"{e.monotonic - now:.2f} s {e.kind}: {e.text}" for e in self._events),
         )

@@ -337,7 +337,7 @@ class Supervisor:
         self._watch.clock.dead(failure.text)
         if failure.asked:
             return
-        await self._evidence.keep(failure)
+        failure = await self._evidence.keep(failure)
         self._pacing.failed()
         if failure.training and (quiet := await self.coordinator.quiet_nodes()):
             failure = Failure(failure.text, NODE_LOST, quiet[0])

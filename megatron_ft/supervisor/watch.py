@@ -22,11 +22,12 @@ from megatron_ft.config import SnapshotConfig
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.heartbeat_page import TrainerPhase
 from megatron_ft.smp.heartbeats import STACK_SECONDS
-from megatron_ft.supervisor.autopsy import LIBRARY
+from megatron_ft.supervisor.autopsy import HOW, LIBRARY, LOADER, LOCKED, SUSPENDED
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.heartbeats import RankReport, RecoveryClock
 from megatron_ft.supervisor.ledger import CAUGHT_UP
-from megatron_ft.trainer.heartbeats import FIRST_ITERATIONS
+from megatron_ft.supervisor.stragglers import Stragglers
+from megatron_ft.trainer.heartbeats import BEAT_SECONDS, FIRST_ITERATIONS
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +73,8 @@ def allowance(phase: int, done: int, learned: float, settings: SnapshotConfig) -
 class Hang:
     """A stuck job: whom it waits for, where, and how long nobody had made progress.
 
-    ``signature`` is the same text for a hang of the same rank in the same place, ``node`` that
-    of the rank if it is a single one.
+    ``signature`` is the same text for a hang of the same rank in the same place, ``node`` and
+    ``how`` (autopsy.py) those of the rank if it is a single one.
     """
 
     ranks: tuple[int, ...]
@@ -82,6 +83,7 @@ class Hang:
     text: str
     folder: Path
     node: str = ""
+    how: str = ""
 
 
 class JobWatch:
@@ -97,6 +99,7 @@ class JobWatch:
         self._behind = -1
         self._recovery: dict[str, Any] | None = None
         self._source, self._restarts = "", dict[str, float]()
+        self._stragglers = Stragglers()
 
     def begin_incarnation(self, ranks: int, decided: float, behind: int, source: str) -> None:
         """Begin to watch ``ranks`` trainers, which are about to be started.
@@ -106,6 +109,7 @@ class JobWatch:
         """
         self._ranks, self._behind, self._source = ranks, behind, source
         self._coordinator.pulses.begin_incarnation()
+        self._stragglers = Stragglers()
         self.clock.starting(decided)
 
     async def until_hang(self) -> Hang:
@@ -116,8 +120,8 @@ class JobWatch:
                 heard = self._fresh()
                 self._poll(heard)
                 if self._stuck(heard) and (hang := await self._hang()) is not None:
-                    ranks, folder = list(hang.ranks), str(hang.folder)
-                    self._coordinator.observers.emit("hang", hang.text, ranks=ranks, folder=folder)
+                    fields = {"ranks": list(hang.ranks), "folder": str(hang.folder)}
+                    self._coordinator.observers.emit("hang", hang.text, **fields, how=hang.how)
                     self.clock.detected(hang.idle)
                     return hang
             except Exception as error:
@@ -150,11 +154,16 @@ class JobWatch:
             text = f"caught up with iteration {self._behind}"
             coordinator.observers.emit(CAUGHT_UP, text, iteration=self._behind, ago=newer)
             self._behind = -1
+        for slow in self._stragglers.judge(heard, time.monotonic()):
+            named = {"rank": slow.rank, "node": slow.node, "iterations": slow.iterations}
+            factor = round(slow.factor, 3)
+            coordinator.observers.emit("straggler", str(slow), **named, factor=factor)
         coordinator.watched = {
             "hang_timeout": round(learned_timeout(self._longest, self._settings), 3),
             "recovery": self._recovery,
             "restarts": self._restarts,
             "iteration_seconds": max((one.report.typical for one in heard), default=0.0),
+            "stragglers": list(map(str, self._stragglers.present.values())),
         }
 
     def _stuck(self, heard: Sequence[RankReport]) -> list[float]:
@@ -183,7 +192,13 @@ class JobWatch:
         self, heard: list[RankReport], idle: float, stacks: dict[str, str], folder: Path
     ) -> Hang:
         witnesses = [
-            Witness.of(h.report.rank, h.report.marks, h.report.state, stacks.get(h.shard, ""))
+            Witness.of(
+                h.report.rank,
+                h.report.marks,
+                h.report.state,
+                stacks.get(h.shard, ""),
+                locked=is_locked(h.report.quiet, h.report.idle),
+            )
             for h in heard
         ]
         ranks, reason = blame(witnesses)
@@ -194,12 +209,14 @@ class JobWatch:
         # A loop is met in another line each time.
         signature = f"hang of rank {', '.join(map(str, ranks))} at {_LINE.sub(')', place)}"
         allowed = learned_timeout(self._longest, self._settings)
+        how = next((w.how for w in witnesses if ranks == (w.rank,)), "")
+        more = f" ({HOW[how]})" if how and how != SUSPENDED else ""
         text = (
             f"hang: no progress for {idle:.1f} s (allowed: {allowed:.1f} s); the job waits for "
-            f"{names}: {reason}; at {place}; stacks of all ranks: {folder}"
+            f"{names}: {reason}{more}; at {place}; stacks of all ranks: {folder}"
         )
         node = nodes[ranks[0]] if len(ranks) == 1 else ""
-        return Hang(ranks, idle, signature, text, folder, node)
+        return Hang(ranks, idle, signature, text, folder, node, how)
 
     async def _stacks(self, nodes: Sequence[str]) -> dict[str, str]:
         """The stacks of each shard's rank, without those of nodes that do not answer."""
@@ -242,6 +259,10 @@ _COLLECTIVE_FILES = (
 )
 """Files in which a rank waits for others; some wait in C++ called from there."""
 
+_RESILIENT = "/megatron_ft/trainer/resilient.py"
+_LOADER_FILES = ("/torch/utils/data/", "/megatron/core/datasets/", "/deepspeed/runtime/dataloader")
+"""Files in which a rank reads its data, or waits for processes that do."""
+
 _BACKWARD = "_engine_run_backward"
 """The backward pass is C++: DDP exchanges gradients in it, and Python shows only this."""
 
@@ -271,11 +292,28 @@ def main_thread(text: str) -> list[Frame]:
 def waits_for_others(frames: Sequence[Frame]) -> bool | None:
     """True if the thread is in a collective; None where the stack does not show it.
 
-    It can be in one, or compute, in the midst of a backward pass.
+    It can be in one, or compute, in the midst of a backward pass.  After an error of a collective
+    ``run_resilient`` waits for the restart that explains it.
     """
+    if any(f.function == "explains" and f.file.endswith(_RESILIENT) for f in frames):
+        return True
     if frames and any(part in frames[0].file for part in _COLLECTIVE_FILES):
         return True
     return None if not frames or frames[0].function == _BACKWARD else False
+
+
+def loads_data(frames: Sequence[Frame]) -> bool:
+    """True if the thread is in a data loader."""
+    return any(part in frame.file for frame in frames for part in _LOADER_FILES)
+
+
+def is_locked(quiet: float, idle: float) -> bool:
+    """True if C code must hold the interpreter's lock of a process that runs.
+
+    ``quiet`` and ``idle`` are the seconds since its watching thread ran, which needs the lock, and
+    since its last mark.  A busy machine makes the thread late, but not by half of a hang.
+    """
+    return quiet > max(2 * BEAT_SECONDS, idle / 2)
 
 
 def of_training(frames: Sequence[Frame]) -> list[Frame]:
@@ -283,7 +321,7 @@ def of_training(frames: Sequence[Frame]) -> list[Frame]:
     return [frame for frame in frames if not LIBRARY.search(frame.file)] or list(frames)
 
 
-SUSPENDED = frozenset("Tt")
+_STOPPED = frozenset("Tt")
 """The kernel's letters for a process that was stopped by a signal or a debugger (proc(5))."""
 
 
@@ -293,7 +331,8 @@ class Witness:
 
     ``marks`` are those since its incarnation began, ``state`` is the kernel's of its process;
     ``place`` is where its main thread is, None if not known, and ``waits`` is whether that is in a
-    collective, None if the stack cannot tell.
+    collective, None if the stack cannot tell.  ``loads`` is whether it is in a data loader,
+    ``locked`` as of ``is_locked``.
     """
 
     rank: int
@@ -301,13 +340,26 @@ class Witness:
     state: str
     place: Frame | None = None
     waits: bool | None = None
+    loads: bool = False
+    locked: bool = False
 
     @classmethod
-    def of(cls, rank: int, marks: int, state: str, stacks: str) -> Witness:
+    def of(cls, rank: int, marks: int, state: str, stacks: str, *, locked: bool = False) -> Witness:
         """The evidence of one rank, completed by what its stacks tell."""
         frames = main_thread(stacks)
         place = of_training(frames)[0] if frames else None
-        return cls(rank, marks, state, place, waits_for_others(frames))
+        waits, loads = waits_for_others(frames), loads_data(frames)
+        # A frozen process writes no stacks.
+        return cls(rank, marks, state, place, waits, loads, locked and bool(frames))
+
+    @property
+    def how(self) -> str:
+        """How it hangs, as far as it is known: a key of HOW in autopsy.py, or empty."""
+        if self.state in _STOPPED:
+            return SUSPENDED
+        if self.locked:
+            return LOCKED
+        return LOADER if self.loads and self.waits is False else ""
 
     @property
     def function(self) -> str:
@@ -319,11 +371,11 @@ def blame(witnesses: Sequence[Witness]) -> tuple[tuple[int, ...], str]:
     """The stuck ranks among all, and how that is known; all if nothing tells them apart.
 
     In order of certainty: a process that is suspended; ranks that passed the fewest marks;
-    among those, ranks whose main thread is not in a collective; ranks that are elsewhere than
-    most.
+    among those, ranks whose main thread is not in a collective; ranks whose interpreter C code
+    has locked; ranks that are elsewhere than most.
     """
     assert witnesses
-    suspended = [w for w in witnesses if w.state in SUSPENDED]
+    suspended = [w for w in witnesses if w.how == SUSPENDED]
     if suspended:
         return _blame(suspended, "its process is suspended (SIGSTOP or a debugger)")
     fewest = min(w.marks for w in witnesses)
@@ -333,6 +385,9 @@ def blame(witnesses: Sequence[Witness]) -> tuple[tuple[int, ...], str]:
     working = [w for w in behind if w.waits is False]
     if working and len(working) < len(behind):
         return _blame(working, "it is in no collective")
+    locked = [w for w in behind if w.locked]
+    if locked and len(locked) < len(behind):
+        return _blame(locked, "no thread of Python runs in it")
     usual, count = Counter(w.function for w in witnesses).most_common(1)[0]
     apart = [w for w in behind if w.function != usual]
     if apart and 2 * count > len(witnesses):

@@ -63,7 +63,7 @@ class CallRecorder:
         def call(*arguments: Any, **named: Any) -> Any:
             if (file := self._file) is None:
                 return function(*arguments, **named)
-            place = 0
+            place, waited = 0, file.waited
             try:
                 group = named.get("group") if named else None
                 for one in arguments:
@@ -74,8 +74,8 @@ class CallRecorder:
                 self._number = number = self._number + 1
                 at = first + number % records * length
                 size = getattr(arguments[0], "nbytes", -1) if arguments else -1
-                before, memory = file.iteration, file.memory
-                pack(memory, at, number, count * step, size, before, now(), 0.0, word, known[0])
+                before, memory, entered = file.iteration, file.memory, now()
+                pack(memory, at, number, count * step, size, before, entered, 0.0, word, known[0])
                 place = at + left_at
             except Exception:
                 # Tensors without memory, groups of other kinds: no call fails of being recorded.
@@ -84,7 +84,10 @@ class CallRecorder:
                 return function(*arguments, **named)
             finally:
                 if place and not file.memory.closed:
-                    leave(file.memory, place, now())
+                    left = now()
+                    leave(file.memory, place, left)
+                    # In place of what collectives have added that this one is made of.
+                    file.waited = waited + left - entered
 
         return call
 

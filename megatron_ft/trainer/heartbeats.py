@@ -12,8 +12,10 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from statistics import median
 
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import ProcessEnvironment
@@ -37,13 +39,17 @@ caches."""
 
 _SMOOTHING = 0.1
 
+WORK_WINDOW = 32
+"""Iterations of which the usual work is the median: a machine that is busy for a moment is not
+seen."""
+
 
 class Iterations:
     """Learns from the times at which one rank passes its marks, on any clock of seconds.
 
     ``done`` counts ended iterations, ``typical`` smooths their length, and ``longest`` is the
     longest time between two marks; what happened in the first iterations and in pauses is in
-    neither of the two.
+    neither of the two, nor in ``work``, the usual length without waiting for others.
     """
 
     def __init__(self) -> None:
@@ -53,6 +59,14 @@ class Iterations:
         self._marked: float | None = None
         self._began: float | None = None
         self._disturbed = self._stepped = False
+        self._works: deque[float] = deque(maxlen=WORK_WINDOW)
+        self._waited = 0.0
+
+    @property
+    def work(self) -> float:
+        """Median of the last iterations; 0 until there are enough.  Any thread may ask."""
+        works = list(self._works)
+        return median(works) if len(works) == WORK_WINDOW else 0.0
 
     @property
     def marks(self) -> int:
@@ -64,11 +78,14 @@ class Iterations:
         self._mark(now)
         self._stepped = True
 
-    def ended(self, now: float) -> None:
-        """An iteration has ended; the next one begins."""
+    def ended(self, now: float, waited: float = 0.0) -> None:
+        """An iteration has ended; the next one begins.  ``waited`` is the time that all so far
+        spent in collectives.
+        """
         self._mark(now)
         if self._began is not None and not self._disturbed:
-            self._count(now - self._began)
+            self._count(now - self._began, waited - self._waited)
+        self._waited = waited
         self.done, self._began = self.done + 1, now
         self._disturbed = self._stepped = False
 
@@ -81,9 +98,10 @@ class Iterations:
             self.longest = max(self.longest, now - self._marked)
         self._marked = now
 
-    def _count(self, seconds: float) -> None:
+    def _count(self, seconds: float, waited: float) -> None:
         if self.done < FIRST_ITERATIONS:
             return
+        self._works.append(max(0.0, seconds - waited))
         change = _SMOOTHING * (seconds - self.typical)
         self.typical = self.typical + change if self.typical else seconds
 
@@ -138,7 +156,7 @@ class TrainerWatch:
     def iteration_ended(self, iteration: int) -> None:
         """``iteration`` has ended."""
         now = self._clock()
-        self._iterations.ended(now)
+        self._iterations.ended(now, 0.0 if self.file is None else self.file.waited)
         self._pulse.iteration = iteration
         self._pulse.first = self._pulse.first or now
         self._passed(now)
@@ -188,7 +206,7 @@ class TrainerWatch:
     def _beat(self) -> None:
         file = self.file
         while file is not None and not self._ended.is_set():
-            file.beat(time.monotonic())
+            file.beat(time.monotonic(), self._iterations.work)
             self._ended.wait(BEAT_SECONDS)
 
     def _write_stacks_on_signal(self, environment: ProcessEnvironment) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from megatron_ft import run_resilient
 from tests.programs.poisoned_training import load
@@ -44,6 +45,11 @@ def skip_one() -> None:
 
 def call_another() -> None:
     dist.all_reduce(torch.zeros(1))
+
+
+def load_batch() -> None:
+    """A process of the data loader never ends its sample."""
+    next(iter(DataLoader([0], collate_fn=lambda _: time.sleep(3600), num_workers=1)))
 
 
 def be_suspended() -> None:
@@ -85,6 +91,7 @@ KINDS: dict[str, Callable[[], None]] = {
     "suspended": be_suspended,
     "skips": skip_one,
     "another": call_another,
+    "loads": load_batch,
     "error": fail,
     "leave": leave,
     "leave_quietly": leave_quietly,

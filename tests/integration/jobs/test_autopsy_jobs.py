@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.arena.limits import CGROUP_ROOT, oom_counter
+from megatron_ft.supervisor.autopsy import LOADER, OTHER_CALL
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.evidence import Kept, read_kept
 from megatron_ft.supervisor.orders import Timing
@@ -79,10 +80,12 @@ def test_each_end_is_named_with_its_class(new: Callable[..., Job], tmp_path: Pat
     assert json.loads(newest)["verdict"]["kind"] == "hang"
 
 
-def test_the_missing_collective_of_a_hang_is_named(new: Callable[..., Job]) -> None:
-    job = new("1:another:8:2", "2:skips:16:1")
+def test_what_a_hang_waits_for_is_named(new: Callable[..., Job]) -> None:
+    job = new("1:another:8:2", "2:skips:16:1", "3:loads:24:0")
     job.run()
-    other, one = of_kind(job, "autopsy")
+    other, one, loader = of_kind(job, "autopsy")
+    assert [e.fields["how"] for e in (other, one, loader)] == [OTHER_CALL, "", LOADER], job.story()
+    assert loader.fields["rank"] == 0 and "at load_batch (" in loader.text
     assert (one.fields["rank"], one.fields["verdict"]) == (1, "hang"), job.story()
     assert "rank 1 has not called barrier #" in one.text
     waits = kept(one).verdict.waiting

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.core.errors import RestartBudgetError
+from megatron_ft.supervisor.autopsy import LOCKED, SUSPENDED
 from megatron_ft.supervisor.heartbeats import PARTS
 from tests.support.jobs import HANGING, Job, Result, difference, oracle
 
@@ -47,6 +48,7 @@ def test_each_kind_of_hang_is_named_kept_and_survived(
     job.run()
     hangs = [event for event in job.events if event.kind == "hang"]
     assert [event.fields["ranks"] for event in hangs] == [[1], [0], [1], [0]], job.story()
+    assert [event.fields["how"] for event in hangs] == ["", LOCKED, "", SUSPENDED]
     places = ["loop_for_ever", "block_in_c", "enter_alone", "be_suspended"]
     for event, rank, place in zip(hangs, (1, 0, 1, 0), places, strict=True):
         assert f"at {place} (" in event.text, event.text

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,14 +20,18 @@ from megatron_ft.supervisor.autopsy import (
     EXCEPTION,
     HANG,
     LEFT,
+    LOADER,
     MEMORY,
+    MISMATCH,
     NODE,
+    OTHER_CALL,
     SIGNAL,
     UNKNOWN,
     Autopsy,
     DeadLog,
     Evidence,
     RankEvidence,
+    is_settled,
     judge,
     read_log,
 )
@@ -172,7 +177,7 @@ def test_the_collective_that_is_missing_is_named() -> None:
     ranks = [rank(i, calls=(call("barrier", 3, "tp", 1.5), inside)) for i in range(4)]
     behind = evidence(*ranks[:3], rank(3, calls=(left,)), hung=(0, 1, 2, 3), hang="nobody knows")
     found = judge(behind)
-    assert (found.rank, found.kind) == (3, HANG)
+    assert (found.rank, found.kind, found.how) == (3, HANG, "")
     assert "rank 3 has not called all_reduce #12 of group default" in found.sentence
     assert found.waiting == (
         "ranks 0-2 ran: iteration 17 ended, 34 marks, phase training, "
@@ -180,8 +185,51 @@ def test_the_collective_that_is_missing_is_named() -> None:
     )
     other = rank(3, calls=(call("barrier", 12),))
     found = judge(evidence(*ranks[:3], other, hung=(0, 1, 2, 3), hang="nobody knows"))
-    assert found.rank == 3
+    assert (found.rank, found.how) == (3, OTHER_CALL)
     assert "rank 3 is in barrier #12, the others in all_reduce" in found.sentence
+
+
+@pytest.mark.parametrize("aborted", [0, 3], ids=["an innocent one", "the odd one"])
+def test_the_rank_with_another_size_is_named(aborted: int) -> None:
+    """gloo aborts the process that gets more than it has room for, whoever was wrong."""
+    usual, odd = call("all_reduce", 12, left=2.0), call("all_reduce", 12, left=2.0)
+    odd = msgspec.structs.replace(odd, size=28)
+    ranks = [rank(i, calls=(call("barrier", 11, left=1.0), usual)) for i in range(3)]
+    ranks.append(rank(3, calls=(odd,)))
+    text = "what():  [enforce fail at gloo/pair.cc:456] op.preamble.length <= op.nbytes\n"
+    end = {"place": 0, "status": -signal.SIGABRT, "log": read_log(text)}
+    ranks[aborted] = msgspec.structs.replace(ranks[aborted], **end)
+    found = judge(evidence(*ranks))
+    assert (found.rank, found.node, found.kind) == (3, "n3", MISMATCH), found
+    assert "with 28 bytes, the others with 4000" in found.sentence
+    hung = [rank(one.rank, calls=one.calls) for one in ranks]
+    found = judge(evidence(*hung, hung=(0, 1, 2, 3), hang="nobody knows"))
+    assert (found.rank, found.kind, found.how) == (3, HANG, OTHER_CALL)
+    two = evidence(*ranks[:1], *ranks[3:])
+    assert judge(two).rank == -1, "one of two"
+
+
+def test_an_exception_of_a_rank_that_is_slow_to_end_is_no_hang() -> None:
+    own = {"log": read_log(OWN)}
+    for end in ({}, {"place": 0, "status": 1}):
+        found = judge(evidence(rank(0), rank(1, **own, **end), rank(2), **HUNG))
+        assert (found.rank, found.kind) == (1, EXCEPTION), found
+    later = read_log(OWN + "iteration 8 loss 2.30\n")
+    assert judge(evidence(rank(0), rank(1, log=later), **HUNG)).kind == HANG, "it was caught"
+    assert judge(evidence(rank(0), rank(1, log=FOLLOWER["log"]), **HUNG)).kind == HANG
+
+
+def test_ranks_that_lost_a_connection_are_waited_behind() -> None:
+    assert not is_settled([rank(0, place=0, **FOLLOWER)])
+    assert is_settled([rank(0, place=0, **FOLLOWER), rank(1, place=1, status=-9)])
+
+
+def test_how_a_rank_hangs_is_told_of_that_rank_alone() -> None:
+    assert judge(evidence(rank(0), rank(1), **HUNG, how=LOADER)).how == LOADER
+    killed = rank(1, place=0, status=-9)
+    assert judge(evidence(rank(0), killed, how=LOADER)).how == ""
+    both = {**HUNG, "hung": (0, 1)}
+    assert judge(evidence(rank(0), rank(1), **both, how=LOADER)).how == ""
 
 
 def test_calls_that_tell_nobody_apart_name_nobody() -> None:

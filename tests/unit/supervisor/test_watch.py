@@ -19,6 +19,7 @@ from megatron_ft.rpc.heartbeat_page import (
     FILE_BYTES,
     Pulse,
     PulseFile,
+    PulseReport,
     TrainerPhase,
     pulse_path,
     read_pulse,
@@ -26,6 +27,7 @@ from megatron_ft.rpc.heartbeat_page import (
 )
 from megatron_ft.smp.heartbeats import NodeHeartbeats
 from megatron_ft.smp.processes import WriterProcess, Writers
+from megatron_ft.supervisor.autopsy import LOADER, LOCKED, SUSPENDED
 from megatron_ft.supervisor.watch import (
     HANG_FACTOR,
     PAUSE_SECONDS,
@@ -33,6 +35,7 @@ from megatron_ft.supervisor.watch import (
     Witness,
     allowance,
     blame,
+    is_locked,
     learned_timeout,
     main_thread,
     of_training,
@@ -40,6 +43,7 @@ from megatron_ft.supervisor.watch import (
 )
 from megatron_ft.trainer.heartbeats import (
     FIRST_ITERATIONS,
+    WORK_WINDOW,
     Iterations,
     TrainerWatch,
 )
@@ -100,6 +104,19 @@ def test_the_longest_silence_leaves_out_the_first_iterations(lengths: list[float
     assert found.done == len(lengths) and found.marks == 2 * len(lengths)
 
 
+def test_the_work_of_a_rank_is_what_it_does_not_wait() -> None:
+    iterations, waited = Iterations(), 0.0
+    for number in range(FIRST_ITERATIONS + WORK_WINDOW):
+        assert iterations.work == 0.0, "not enough are known"
+        waited += 100.0 if number < FIRST_ITERATIONS else 0.3
+        waited += 0.5 if number % 8 == 7 else 0.0  # once in a while others are late
+        iterations.ended(float(number), waited)
+    assert iterations.work == pytest.approx(0.7)
+    iterations.disturbed(90.0)
+    iterations.ended(99.0, waited)
+    assert iterations.work == pytest.approx(0.7)
+
+
 def test_a_pause_teaches_nothing() -> None:
     iterations = run([1.0] * 10)
     iterations.disturbed(10.1)
@@ -154,8 +171,10 @@ def test_somebody_is_always_blamed_and_never_who_is_ahead(
             ],
             (1,),
         ),
+        ([Witness(0, 8, "S", waits=None, locked=True), Witness(1, 8, "S", waits=True)], (0,)),
+        ([Witness(0, 8, "S", waits=None, locked=True), Witness(1, 8, "S", waits=False)], (1,)),
     ],
-    ids=["behind", "suspended", "in no collective", "unknown", "apart"],
+    ids=["behind", "suspended", "in no collective", "unknown", "apart", "locked", "not alone"],
 )
 def test_blame(witnesses: list[Witness], ranks: tuple[int, ...]) -> None:
     assert blame(witnesses)[0] == ranks
@@ -179,6 +198,49 @@ def test_the_main_threads_stack_is_read() -> None:
     assert waits_for_others(main_thread("")) is None
 
 
+LOADING = """Current thread 0x00007f502ac38b80 (most recent call first):
+  File "/usr/lib/python3.11/selectors.py", line 415 in select
+  File "/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py", line 1243 in _get_data
+  File "/home/me/train.py", line 40 in next_batch
+"""
+
+
+@pytest.mark.parametrize(
+    ("state", "stacks", "locked", "how"),
+    [
+        ("S", LOADING, False, LOADER),
+        ("T", LOADING, True, SUSPENDED),
+        ("R", LOADING, True, LOCKED),
+        ("S", STACKS, False, ""),
+        ("S", STACKS + LOADING.partition("\n")[2], False, ""),
+        ("D", "", True, ""),
+    ],
+    ids=["loader", "suspended", "locked", "collective", "collective of a loader", "frozen"],
+)
+def test_how_a_rank_hangs(state: str, stacks: str, locked: bool, how: str) -> None:
+    assert Witness.of(0, 8, state, stacks, locked=locked).how == how
+
+
+def test_a_late_thread_is_no_locked_interpreter() -> None:
+    assert is_locked(quiet=3.1, idle=3.0) and is_locked(quiet=601.0, idle=600.5)
+    assert not is_locked(quiet=1.9, idle=3.0), "two beats"
+    assert not is_locked(quiet=200.0, idle=600.0), "a machine that was busy for minutes"
+
+
+EXPLAINED = """Current thread 0x00007f502ac38b80 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+  File "/venv/lib/megatron_ft/trainer/resilient.py", line 150 in explains
+  File "/venv/lib/megatron_ft/trainer/resilient.py", line 83 in run_resilient
+  File "/home/me/train.py", line 90 in <module>
+"""
+
+
+def test_who_waits_for_a_restart_waits_for_others() -> None:
+    """The rank that failed writes no stacks while its interpreter ends."""
+    ranks = [Witness.of(rank, 8, "S", EXPLAINED) for rank in (0, 2)]
+    assert blame([*ranks, Witness.of(1, 8, "R", "", locked=True)])[0] == (1,)
+
+
 @given(st.text(max_size=300))
 def test_any_text_can_be_read_as_stacks(text: str) -> None:
     Witness.of(0, 0, "S", text)
@@ -194,11 +256,11 @@ def test_a_pulse_is_read_as_it_was_stored_or_not_at_all(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     path = pulse_path(tmp_path, 5)
     assert read_pulse(path) is None
-    file, pulse = PulseFile(path), Pulse(rank=3, iteration=7, typical=0.5, first=1.5)
+    file, pulse = PulseFile(path), PulseReport(rank=3, iteration=7, typical=0.5, first=1.5)
     assert read_pulse(path) is None
     file.store(pulse)
-    file.beat(12.5)
-    pulse.beat = 12.5
+    file.beat(12.5, 0.25)
+    pulse.beat, pulse.work = 12.5, 0.25
     assert read_pulse(path) == pulse
     with path.open("r+b") as raw, mmap.mmap(raw.fileno(), FILE_BYTES) as torn:
         torn[0] += 1  # a store has begun

@@ -85,6 +85,19 @@ def test_only_the_newest_stay_and_sequences_begin_anew(page: Path) -> None:
     assert len(read_calls(page, 1000)) == 1
 
 
+def test_time_in_collectives_is_added_up_once(tmp_path: Path) -> None:
+    file = PulseFile(tmp_path / "pulse-1")
+    RECORDER.begin(file)
+    inner = RECORDER.recording("all_gather", lambda: time.sleep(0.05))
+    outer = RECORDER.recording("all_gather_object", lambda: (inner(), inner()))
+    before = time.monotonic()
+    outer()
+    inner()
+    took = time.monotonic() - before
+    RECORDER.begin(None)
+    assert 0.149 <= file.waited <= took, "inner calls are a part of the outer one"
+
+
 def test_the_page_outlives_a_kill(page: Path) -> None:
     child = os.fork()
     if not child:
