@@ -1,4 +1,4 @@
-"""Where training starts from, decided before there is an engine.
+"""The choice where training starts from, before there is an engine.
 
 Clients that count steps and skip data before they make their engine have to know then.
 """
