@@ -32,6 +32,7 @@ COMMANDS = (
     Command("init", "megatron_ft.cli.init", "write batch scripts, configurations and examples"),
     Command("run", "megatron_ft.cli.run", "run a training command under protection"),
     Command("doctor", "megatron_ft.cli.doctor.command", "say before training what would go wrong"),
+    Command("config", "megatron_ft.cli.config", "show settings and where they were given"),
     Command("plan", "megatron_ft.cli.plan.command", "forecast memory, traffic, survival and ETTR"),
     Command("status", "megatron_ft.cli.status", "show what is protected and what is exposed"),
     Command("metrics", "megatron_ft.cli.metrics", "write the state of jobs for Prometheus"),

@@ -76,16 +76,10 @@ def settle(
     stderr what is given without being switched on.  Raises ConfigError for unknown names, bad
     values, and for places that contradict each other, naming both.
     """
-    ours = Source(
-        {setting.name: run_flags.get(setting.name) for setting in SHARED},
-        lambda name: f"`megatron-ft run {SETTINGS[name].run_flag}`",
-    )
+    *given, variables = sources_of(run_flags, command, environment)
+    _refuse_contradictions(given)
+    settings = resolve(*given, variables)
     flags, section = read_command(command), json_section.read_command(command)
-    sources = [ours, flags.source]
-    if section is not None and section.enabled:
-        sources.append(section.source)
-    _refuse_contradictions(sources)
-    settings = resolve(*sources, environment_source(environment))
     off = []
     if flags.without_effect and not (section is not None and section.enabled):
         off.append(f"the training command has {', '.join(flags.without_effect)} but not {SWITCH}")
@@ -94,6 +88,21 @@ def settle(
     for text in off:
         say(f"megatron-ft: warning: {text}: nothing is protected", sys.stderr)
     return settings
+
+
+def sources_of(
+    run_flags: Mapping[str, Any], command: Sequence[str], environment: Mapping[str, str]
+) -> list[Source]:
+    """The places of ``settle`` that give settings, the first first, environment variables last."""
+    ours = Source(
+        {setting.name: run_flags.get(setting.name) for setting in SHARED},
+        lambda name: f"`megatron-ft run {SETTINGS[name].run_flag}`",
+    )
+    section = json_section.read_command(command)
+    sources = [ours, read_command(command).source]
+    if section is not None and section.enabled:
+        sources.append(section.source)
+    return [*sources, environment_source(environment)]
 
 
 def _refuse_contradictions(sources: Sequence[Source]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fcntl
+import json
 import os
 import re
 import shlex
@@ -112,6 +113,22 @@ def test_help_shows_what_few_need_only_on_request(capsys: pytest.CaptureFixture[
         shown[flag] = capsys.readouterr().out
     assert "  --lease-seconds " not in shown["--help"] and "  --protect " in shown["--help"]
     assert "  --lease-seconds " in shown["--help-all"] and "  --protect " in shown["--help-all"]
+
+
+def test_config_shows_each_setting_and_where_it_was_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGATRON_FT_LEASE_SECONDS", "20")
+    training = ["python", "pretrain_gpt.py", "--inmem-snapshot", "--inmem-snapshot-interval", "7"]
+    assert cli.main(["config", "--protect", "xor:2", "--", *training]) == 0
+    shown = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+    assert shown["protect"][:1] == ["xor:2"] and shown["protect"][-1] == "--protect`"
+    assert shown["snapshot_interval"] == ["7", "iterations", "--inmem-snapshot-interval"]
+    assert shown["lease_seconds"] == ["20.0", "seconds", "MEGATRON_FT_LEASE_SECONDS"]
+    assert shown["drain_dir"] == ["none", "default"]
+    assert cli.main(["config", "--json", "--", *training]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["slots"] == {"value": 2, "unit": "snapshots", "from": "default"}
 
 
 def test_the_package_can_be_run_as_a_module() -> None:
