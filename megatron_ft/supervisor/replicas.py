@@ -140,6 +140,7 @@ class ReplicaWatch:
         self._observers, self._comparison = observers, ReplicaComparison()
         self._failure, self._iteration = Failure(""), 0
         self._equal: list[SnapshotId] = []
+        self._ending = -1
 
     def judge(
         self, places: Mapping[str, str], snapshot: SnapshotId, iteration: int, reports: Reports
@@ -150,10 +151,13 @@ class ReplicaWatch:
         """
         if not any(reports.values()):
             return ""
+        if snapshot.incarnation == self._ending:
+            return "replicas differed before, and this incarnation is about to end"
         try:
             verdict = self._comparison.compare(reports, places)
             self._note_unlike(verdict.unlike, iteration)
             if verdict.odd:
+                self._ending = snapshot.incarnation
                 return self._blame(verdict, iteration, places)
         except Exception:
             log.exception("replicas of snapshot %s could not be compared", snapshot)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from megatron.training import get_args, training
 
 from megatron_ft.cli.chaos.trace import TraceWriter, final_path
 from megatron_ft.cli.demo import final_state
-from megatron_ft.cli.demo.corruption import corrupt
+from megatron_ft.cli.demo.corruption import VARIABLE, corrupt
 from megatron_ft.cli.demo.final_state import plain
 
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
@@ -46,7 +47,8 @@ def _traced_step(step: Any, directory: Path) -> Any:
         value = None if loss is None else float(loss)
         iteration = get_args().curr_iteration + 1
         traces[0].record(iteration, value, started)
-        corrupt(signature.bind(*args, **kwargs).arguments["model"], iteration)
+        if VARIABLE in os.environ:
+            corrupt(signature.bind(*args, **kwargs).arguments["model"], iteration)
         return result
 
     return traced

@@ -18,7 +18,14 @@ from megatron_ft.checkpoint.export_drained import LOCK
 from megatron_ft.checkpoint.live import open_live
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.cli import main as cli
-from tests.support.disk_jobs import SHARDS, of_kind, signal_trainers, stop_until_drained, wait_for
+from tests.support.disk_jobs import (
+    SHARDS,
+    of_kind,
+    signal_trainers,
+    stop_until_drained,
+    wait_for,
+    wait_until,
+)
 from tests.support.fates import in_incarnation
 from tests.support.jobs import Job
 from tests.support.no_pickle import check_holds_no_pickle
@@ -59,6 +66,9 @@ def test_a_running_job_is_drained_and_a_lost_node_does_not_hurt(
         job.cluster.kill_node("n1")
 
     def drain_again(job: Job) -> None:
+        # The first may have ended before the node was lost: then the next one is not due yet.
+        due = of_kind(job, "drained")[0].fields["iteration"] + 6
+        wait_until(job, lambda: of_kind(job, "committed")[-1].fields["iteration"] >= due)
         stop_until_drained(job, 2)
         signal_trainers(job, signal.SIGCONT)
 

@@ -63,8 +63,8 @@ def test_a_stopped_job_goes_on_from_before_what_was_given_up_in_memory_and_on_di
     job.iteration_seconds = 0.05
     older, newer = of_kind(job, "drained")
     before = newer.fields["iteration"]
-    # Its lease has not run out yet, so SMPs cannot know that the supervisor is gone.
-    assert status.collect(job.cluster.root, job.name)[job.name]["supervised"]
+    # It ended in order, and so has released its leases.
+    assert not status.collect(job.cluster.root, job.name)[job.name]["supervised"]
     assert rewind(job, 1) == 2, "there is nothing from before"
     assert "--from-disk if a checkpoint" in capsys.readouterr().err
     unchanged = read_record(tmp_path / "state" / job.name, job.name)

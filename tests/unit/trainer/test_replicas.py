@@ -237,7 +237,7 @@ class Alike:
 def test_a_snapshot_is_sealed_with_the_digests_or_without(smp: FakeSmp, fails: bool) -> None:
     with as_rank(1, 2):
         state = Alike(torch.distributed.group.WORLD, fails)
-        manager = make_manager(smp)
+        manager = make_manager(smp, settings={"compare_replicas": 1})
         capture(smp, manager, state, 1)
         smp.wait_ended()
         manager.close()
