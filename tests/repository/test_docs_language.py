@@ -26,7 +26,6 @@ BANNED = re.compile(
 NOT_YET = {
     *(f"how-to/{name}.md" for name in "autopsy deepspeed exposure launchers reshape watch".split()),
     "explanation/trust.md",
-    "reference/events.md",
 }
 """Pages that are to be rewritten."""
 
