@@ -23,6 +23,7 @@ pytestmark = pytest.mark.deepspeed
 all_layouts = pytest.mark.all_layouts
 
 
+@pytest.mark.all_layouts
 def test_an_accelerator_gets_the_state_that_it_names(
     clients_server: WarmHost, tmp_path: Path
 ) -> None:

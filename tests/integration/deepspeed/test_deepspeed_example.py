@@ -120,7 +120,7 @@ def test_the_script_has_no_name_of_ours_but_run_resilient() -> None:
 
 def _marked(variant: str) -> Any:
     # Stage and precision are covered by others; jobs of every pair resume in their own tests.
-    marks = pytest.mark.all_layouts if variant in ("zero0", "zero2-fp32") else ()
+    marks = pytest.mark.all_layouts if variant in ("zero0", "zero2-fp32", "pipeline") else ()
     return pytest.param(variant, marks=marks)
 
 
@@ -140,6 +140,7 @@ def test_every_variant_trains(variant: str, trainings: Trainings) -> None:
 @pytest.mark.parametrize(
     "variant", [pytest.param("zero3", marks=pytest.mark.all_layouts), "pipeline"]
 )
+@pytest.mark.all_layouts
 def test_training_is_the_same_every_time(variant: str, trainings: Trainings) -> None:
     again = trainings.run(variant, f"{variant}-again")
     found = compare_runs(trainings.of(variant), again, ranks(variant), STEPS)

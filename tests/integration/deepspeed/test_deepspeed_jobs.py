@@ -52,6 +52,7 @@ def test_zero_3_loses_a_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.all_layouts), 3])
+@pytest.mark.all_layouts
 def test_a_node_is_lost_and_the_others_train_on_the_same_batches(
     stage: int, tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ def test_it_shrinks_where_a_wait_would_cost_more(made: list[Job], tmp_path: Path
 
 
 @pytest.mark.parametrize("measured", [False, pytest.param(True, marks=MORE)])
+@pytest.mark.all_layouts
 def test_it_waits_for_a_host_that_is_expected_soon(
     made: list[Job], tmp_path: Path, measured: bool
 ) -> None:
@@ -85,6 +86,7 @@ def test_it_shrinks_after_a_wait_in_vain(made: list[Job], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("queue", [0.0, pytest.param(5.0, marks=MORE)])
+@pytest.mark.all_layouts
 def test_it_stops_where_a_start_anew_is_cheapest_or_nothing_else_is_left(
     made: list[Job], tmp_path: Path, queue: float
 ) -> None:

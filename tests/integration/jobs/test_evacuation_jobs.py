@@ -70,6 +70,7 @@ def test_ranks_move_to_a_spare_and_no_iteration_is_done_twice(
 @pytest.mark.parametrize(
     "when", [pytest.param("evacuating", marks=pytest.mark.all_layouts), "spare"]
 )
+@pytest.mark.all_layouts
 def test_a_node_trains_on_when_its_spare_is_lost_during_the_move(
     made: list[Job], tmp_path: Path, uninterrupted: Uninterrupted, when: str
 ) -> None:

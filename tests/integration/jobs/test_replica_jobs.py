@@ -70,6 +70,7 @@ def test_of_two_replicas_the_pair_is_named(
     assert job.supervisor.members.active == ["n0", "n1"], "nobody is proven to be at fault"
 
 
+@pytest.mark.all_layouts
 def test_what_is_not_compared_raises_no_alarm(
     made: list[Job], tmp_path: Path, uninterrupted: Uninterrupted
 ) -> None:

@@ -141,7 +141,7 @@ MORE = pytest.mark.all_layouts
         pytest.param("recovery.admitting", 2, marks=MORE),
         pytest.param("recovery.adopted", 1, marks=MORE),
         pytest.param("recovery.ready", 1, marks=MORE),
-        ("reshape.sources", 1),
+        pytest.param("reshape.sources", 1, marks=MORE),
         pytest.param("reshape.filled", 1, marks=MORE),
     ],
 )

@@ -218,6 +218,7 @@ def evacuate(job: Job, node: str) -> int:
     return main([*words, "--wait-seconds", "100"])
 
 
+@pytest.mark.all_layouts
 def test_a_node_is_evacuated_without_a_spare(made: list[Job], tmp_path: Path) -> None:
     """Training stands at a captured boundary until three nodes have what four had."""
     iterations = 1200
@@ -254,6 +255,7 @@ def test_a_node_that_was_to_leave_stays_when_another_is_lost(
     check(tmp_path, 3, 1200)
 
 
+@pytest.mark.all_layouts
 def test_ranks_may_decline_a_snapshot_of_another_layout(made: list[Job], tmp_path: Path) -> None:
     job = elastic_job(tmp_path, command_flags={"declines": 3})
     made.append(job)
@@ -262,6 +264,7 @@ def test_ranks_may_decline_a_snapshot_of_another_layout(made: list[Job], tmp_pat
     check(tmp_path, 3)
 
 
+@pytest.mark.all_layouts
 def test_a_job_that_may_not_shrink_stops(made: list[Job], tmp_path: Path) -> None:
     job = elastic_job(tmp_path, on_no_spare="stop")
     made.append(job)

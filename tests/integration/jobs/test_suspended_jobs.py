@@ -103,6 +103,7 @@ def test_a_suspended_smp_wakes_up_to_nothing_of_its_own(
     assert not difference(job.result(), two), job.story()
 
 
+@pytest.mark.all_layouts
 def test_a_spare_that_falls_silent_while_it_receives_is_replaced_by_the_next(
     new: Callable[..., Job], two: Result
 ) -> None:

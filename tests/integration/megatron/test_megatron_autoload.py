@@ -245,6 +245,7 @@ def start_under_supervision(script: Path, *folders: Path) -> subprocess.Complete
 @pytest.mark.megatron
 @pytest.mark.slow
 @needs_megatron
+@pytest.mark.all_layouts
 def test_a_grandchild_of_the_command_is_wrapped_and_its_children_are_not_in_the_way(
     tmp_path: Path,
 ) -> None:

@@ -152,6 +152,7 @@ def test_a_thousand_flips_of_weights_and_moments_are_found_and_blamed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.all_layouts
 def test_five_thousand_equal_snapshots_raise_no_alarm() -> None:
     ranks = Replicas(2)
     for _ in range(CLEAN):
