@@ -205,7 +205,9 @@ def test_flags_for_srun_stay_one_word(tmp_path: Path) -> None:
     batch._write(tmp_path / "megatron-ft", '#!/bin/sh\nprintf "<%s>" "$@" >>"$CALLS"\n')
     assert batch.start().wait(60) == 0
     assert batch.did(f"<--srun-flags={flags}><--lease-seconds><4><--><true>")
-    without = Batch(tmp_path, 0)
+    other = tmp_path / "without"  # programs of the first may still be running
+    other.mkdir()
+    without = Batch(other, 0)
     without.calls.write_text("")
     assert without.start().wait(60) == 0 and not without.did("--srun-flags")
 
