@@ -52,7 +52,7 @@ class EarlyStart:
         return found if found.get(client_state.CLIENT) == client else {}
 
     def decide(self, client: str, load_dir: str | None, problem: str = "") -> bool:
-        """Whether memory serves in the place of the checkpoint in ``load_dir``.  Collective.
+        """Decide whether memory serves in the place of the checkpoint in ``load_dir``.  Collective.
 
         ``problem`` says why this rank cannot use the snapshot.
         """
@@ -72,7 +72,7 @@ class EarlyStart:
 
 
 def announcement(start: StartDecision, offered: int, disk: DiskStart) -> str:
-    """What the user is told of a decision; ``offered`` is the step of the snapshot."""
+    """A sentence for the user about a decision; ``offered`` is the step of the snapshot."""
     if start.from_memory or disk.iteration >= 0:
         return f"starting from {'memory' if start.from_memory else 'disk'}: {start.reason}"
     return (

@@ -26,8 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from megatron_ft import ResumableLoader, SnapshotConfig, SnapshotManager, run_resilient
-from megatron_ft.trainer.state import RngState
+from megatron_ft import ResumableLoader, RngState, SnapshotConfig, SnapshotManager, run_resilient
 
 SAMPLES, BATCH, FEATURES = 240, 6, 31
 

@@ -27,7 +27,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 @dataclass
 class DataArguments:
-    """What to train on."""
+    """The training data."""
 
     text: str = field(default=__file__, metadata={"help": "a file, whose bytes are the tokens"})
     sequence: int = field(default=32, metadata={"help": "tokens of a sample"})

@@ -60,6 +60,13 @@ def _whole_number(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
+def seconds(text: str) -> float:
+    """A time above 0 from the command line."""
+    if (found := _finite_number(text)) <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return found
+
+
 def _finite_number(text: str) -> float:
     try:
         number = float(text)

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from megatron_ft.cli import run_place
 from megatron_ft.cli.common import say
-from megatron_ft.cli.parser import HELP_ALL, for_few
+from megatron_ft.cli.parser import HELP_ALL, for_few, seconds
 from megatron_ft.cli.run_folders import RunSummary, folders_ready, make_folder
 from megatron_ft.cli.run_place import RunPlace
 from megatron_ft.cli.training_command import (
@@ -190,7 +190,7 @@ def _add_commands(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--health-seconds",
-        type=run_place.seconds,
+        type=seconds,
         metavar="SECONDS",
         default=30.0,
         help="longest run of the health command; it is killed then, and the node counts as unknown "

@@ -7,7 +7,6 @@ this same command was started (``nodes``), or those of a host file (``hostfile``
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shlex
 import shutil
@@ -21,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_ft.cli.common import say
-from megatron_ft.cli.parser import for_few
+from megatron_ft.cli.parser import for_few, seconds
 from megatron_ft.core.environment import check_names
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.identity import CHEAPEST, HOLD, STOP
@@ -145,14 +144,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--sbatch-flags=--gpus-per-node=8",
         ),
     )
-
-
-def seconds(text: str) -> float:
-    """A time above 0 from the command line."""
-    found = float(text)
-    if not 0 < found < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
-    return found
 
 
 def place_of(

@@ -19,16 +19,16 @@ WAYS = (IN_PLACE, SPARE, SHRINK, HOLD, REQUEUE)
 """All ways; of two that cost the same, the first is taken."""
 
 GROW, START, DRAIN, QUEUE, HOST, LEFT = "grow", "start", "drain", "queue", "host", "left"
-"""What also takes time: to take hosts back, to start the job, to drain memory, to wait in the
-queue, until hosts are there (its mean), until the end of the job's time."""
+"""Other times: to take hosts back, to start the job, to drain memory, to wait in the queue, until
+hosts are there (its mean), until the end of the job's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
     """Numbers that a decision follows from.
 
-    ``lost`` of ``nodes`` are lost, ``spares`` are free.  With ``fewer`` nodes the job could go
-    on; ``grows`` says that it would take back hosts that come later.  A hold lasts
+    ``lost`` of ``nodes`` are lost, ``spares`` are free.  With ``fewer`` nodes the job could
+    continue; ``grows`` says that it would take back hosts that come later.  A hold lasts
     ``hold_limit`` seconds at most, behind a drain; so does the end of a job, of which a later
     start makes ``redone`` seconds again.  ``seconds`` has the times from a failure to training by
     way, SPARE also for a host that has come, and those of GROW to LEFT.  ``refused`` are reasons

@@ -1,4 +1,4 @@
-"""What a job does that has lost nodes and has no spare: as set, or what is expected to cost least.
+"""The way to continue after a loss without a spare: as set, or the one expected to cost least.
 
 The figures are collected here; what follows from them is pure (recovery_cost.py).
 """

@@ -38,7 +38,7 @@ class Straggler:
 
     @property
     def factor(self) -> float:
-        """How many times as long as its peers it works."""
+        """Its working time as a multiple of that of its peers."""
         return self.work / self.usual
 
     def __str__(self) -> str:

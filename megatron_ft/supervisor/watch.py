@@ -354,7 +354,7 @@ class Witness:
 
     @property
     def how(self) -> str:
-        """How it hangs, as far as it is known: a key of HOW in autopsy.py, or empty."""
+        """The way in which it hangs, if known: a key of HOW in autopsy.py; else empty."""
         if self.state in _STOPPED:
             return SUSPENDED
         if self.locked:

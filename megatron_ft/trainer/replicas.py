@@ -1,6 +1,6 @@
 """Digests of live tensors that ranks of a group hold alike, for the job to compare.
 
-They are taken by the copy thread behind the copy, before the optimizer may go on: of what was just
+They are taken by the copy thread behind the copy, before the optimizer may step: of what was just
 captured, and of weights that are not.  A host tensor gets the CRC of its bytes.  On a device its
 words are a table of which rows and columns are summed, and the host takes the CRC of these sums:
 that finds whatever changes one, two or three words.
@@ -37,7 +37,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class ReplicaGroup(NamedTuple):
-    """What the ranks of a process group have alike: names, with a digest for each part of them.
+    """Tensors that the ranks of a process group have alike: names, and a digest for each part.
 
     ``labels`` are the parts' names for people, on the group's first rank.
     """

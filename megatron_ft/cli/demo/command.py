@@ -64,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lose",
         type=int,
         default=1,
-        help="nodes lost at once; more than the protection covers shows how the job refuses to go "
-        "on (default: %(default)s)",
+        help="nodes lost at once; more than the protection covers shows how the job refuses to "
+        "continue (default: %(default)s)",
     )
     parser.add_argument(
         "--reshape",

@@ -53,7 +53,7 @@ def corrupt(model: Sequence[Any], iteration: int) -> None:
 
 
 def undone(broken: BrokenMemory, events: Sequence[RecordedEvent]) -> list[str]:
-    """What the job made of a broken memory, as lines; none unless it was found, the node alone was
+    """The job's answer to a broken memory, as lines; none unless it was found, the node alone was
     blamed, and training resumed from before.
     """
     found = next((e for e in events if e["kind"] == "replicas_differ"), None)

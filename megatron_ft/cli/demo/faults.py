@@ -14,6 +14,7 @@ from enum import Enum
 from megatron_ft.cli.chaos.trace import TraceLine
 from megatron_ft.supervisor.event_log import RecordedEvent
 from megatron_ft.supervisor.heartbeats import PARTS
+from megatron_ft.supervisor.ledger import ENDED
 
 Traces = Mapping[int, Sequence[TraceLine]]
 """Ranks to all their lines."""
@@ -115,7 +116,14 @@ class DemoRecovery:
 
 
 # Events by which the supervisor shows that it has noticed a death.
-_DETECTIONS = ("trainer_died", "silent", "smp_restarted", "world_ended", "node_lost")
+_DETECTIONS = ("trainer_died", "silent", "smp_restarted", "world_ended", "node_lost", ENDED)
+
+
+def _noticed(event: RecordedEvent) -> float:
+    """The time of a detection.  The end of an incarnation is reported when its trainers are dead,
+    and says how long ago it was; the clock of the parts begins there."""
+    at: float = event["at"]
+    return at - event["ago"] if event["kind"] == ENDED else at
 
 
 def recoveries(
@@ -131,13 +139,13 @@ def recoveries(
 
 def _recovery(strike: DemoStrike, events: Sequence[RecordedEvent], traces: Traces) -> DemoRecovery:
     """The recovery from one strike, by the events from it to the next one."""
-    detections = (e["at"] - strike.monotonic for e in events if e["kind"] in _DETECTIONS)
+    detections = [_noticed(e) - strike.monotonic for e in events if e["kind"] in _DETECTIONS]
     noticed = DemoRecovery(
         victim=strike.victim,
         kind=strike.fault.kind.value,
         during=strike.during,
         fraction=strike.fault.fraction,
-        detect=next(detections, None),
+        detect=min(detections, default=None),
     )
     # Several starts in a row when something failed in between: the last one counts.
     incarnations = [e["incarnation"] for e in events if e["kind"] == "training"]
