@@ -149,6 +149,16 @@ def test_a_difference_ends_the_incarnation_and_names_the_node() -> None:
     assert (failure.place, failure.proven, failure.training) == ("n2", True, False)
 
 
+def test_a_snapshot_behind_the_verdict_of_its_incarnation_gets_none() -> None:
+    watched = Watched()
+    assert watched.judge(1, "a", "a", "a") == "" and watched.judge(2, "a", "a", "b")
+    watched.undo(1)
+    assert "about to end" in watched.judge(3, "a", "a", "b")
+    assert not watched.watch.differ.is_set() and len(watched.events) == 1
+    later = watched.watch.judge(PLACES, SnapshotId(8, 1), 20, reports("a", "a", "b"))
+    assert "differ at iteration 20" in later and watched.watch.differ.is_set()
+
+
 def test_where_nobody_is_the_odd_one_no_node_is_blamed() -> None:
     watched = Watched()
     watched.judge(1, "a", "a", "a")
