@@ -30,7 +30,7 @@ from tests.support.fates import in_incarnation
 from tests.support.jobs import Job
 from tests.support.no_pickle import check_holds_no_pickle
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
 
 def command(job: Job, *words: str) -> int:

@@ -13,7 +13,7 @@ from megatron_ft.supervisor.membership import NoSpareError
 from tests.integration.jobs.test_reshape_jobs import MORE, check, elastic_job, finish, lose, told
 from tests.support.jobs import Job
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
 
 def decisions(job: Job) -> list[dict[str, Any]]:

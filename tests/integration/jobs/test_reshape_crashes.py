@@ -33,7 +33,7 @@ from tests.integration.jobs.test_reshape_jobs import check
 from tests.programs import elastic_training as program
 from tests.support.jobs import ROOT
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
 NODES = [f"node{number}" for number in range(4)]
 LOST = NODES[3]

@@ -18,7 +18,7 @@ from megatron_ft.supervisor.membership import NoSpareError
 from tests.programs import elastic_training as program
 from tests.support.jobs import Fault, Job
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
 ITERATIONS = 60
 MORE = pytest.mark.all_layouts
