@@ -35,7 +35,6 @@ COMMANDS = (
     Command("config", "megatron_ft.cli.config", "show settings and where they were given"),
     Command("plan", "megatron_ft.cli.plan.command", "forecast memory, traffic, survival and ETTR"),
     Command("status", "megatron_ft.cli.status", "show what is protected and what is exposed"),
-    Command("metrics", "megatron_ft.cli.metrics", "write the state of jobs for Prometheus"),
     Command("top", "megatron_ft.cli.top", "show a whole job on one screen, live"),
     Command("ledger", "megatron_ft.cli.ledger", "show where the time of a job went"),
     Command("report", "megatron_ft.cli.report.command", "write an HTML page about a job"),
