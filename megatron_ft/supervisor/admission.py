@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from megatron_ft.core.errors import ControlPlaneError
+import msgspec
+
+from megatron_ft.core.errors import ArenaForeignError, ControlPlaneError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.connections import ARENA_TIMEOUT_SECONDS
@@ -28,6 +30,31 @@ LivingRanks = Mapping[str, Sequence[int]]
 def kept_ranks(admitted: Inventories) -> tuple[int, ...]:
     """Ranks whose process was released and waits to train again."""
     return tuple(rank for inventory in admitted.values() for rank in inventory.kept)
+
+
+def owned_arenas(admitted: Inventories, places: Mapping[str, str]) -> list[m.Inventory]:
+    """Inventories reduced to the arenas whose shard has its place there."""
+    return [
+        msgspec.structs.replace(
+            inventory,
+            arenas=tuple(a for a in inventory.arenas if places.get(a.shard_id) == node),
+        )
+        for node, inventory in admitted.items()
+    ]
+
+
+def check_inventories(coordinator: Coordinator, admitted: Inventories) -> None:
+    """Emit what is damaged; ArenaForeignError for arenas of another job, which stay as they are."""
+    foreign = [text for i in admitted.values() for text in i.foreign]
+    if foreign:
+        raise ArenaForeignError(
+            f"{len(foreign)} arenas in this job's folders are not its own: {foreign[0]}. If "
+            "they are of an earlier run of this job, run it with the same --state-dir; else "
+            "choose another --job name, or remove them with `megatron-ft clean`"
+        )
+    for node, inventory in admitted.items():
+        for text in inventory.damaged:
+            coordinator.observers.emit("damaged", f"node {node}: {text}", node=node)
 
 
 async def admit(

@@ -1,7 +1,7 @@
 """Elastic jobs: with which nodes a job continues that has lost some, or has some back.
 
 The next recovery reshapes what is in memory to the ranks of the nodes that are chosen here
-(recovery.py, reshape.py).
+(recovery.py, restore.py).
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.drains import Drains
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
-from megatron_ft.supervisor.recovery import Recovery, RestorePlan
+from megatron_ft.supervisor.recovery import Recovery
+from megatron_ft.supervisor.restore import RestorePlan
 from megatron_ft.supervisor.spec import JobSpec
 
 DRAIN_SECONDS = 3600.0

@@ -25,7 +25,7 @@ from megatron_ft.supervisor.encoder_world import WorldKeeper
 from megatron_ft.supervisor.failures import Failure
 from megatron_ft.supervisor.health import Health
 from megatron_ft.supervisor.membership import Membership
-from megatron_ft.supervisor.recovery import RestorePlan
+from megatron_ft.supervisor.restore import RestorePlan
 
 STAY_SECONDS = 30.0
 """Longest time that trainers stay at the captured boundary; then they train on."""

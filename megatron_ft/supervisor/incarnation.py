@@ -26,9 +26,14 @@ from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.orders import create_requests, stripe_orders
 from megatron_ft.supervisor.processes import TrainerExit, TrainerFleet
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
-from megatron_ft.supervisor.recovery import RestorePlan, make_arenas
 from megatron_ft.supervisor.registration import Registration
-from megatron_ft.supervisor.reshape import make_sources, reshape, return_sources
+from megatron_ft.supervisor.restore import (
+    RestorePlan,
+    make_arenas,
+    make_sources,
+    reshape,
+    return_sources,
+)
 from megatron_ft.supervisor.schedule import Pacing
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.watch import JobWatch

@@ -13,19 +13,17 @@ import time
 from collections.abc import Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.core.errors import (
-    ArenaForeignError,
-    ConfigError,
     ControlPlaneError,
     MegatronFTError,
     NoRoomError,
     StaleIncarnationError,
 )
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.erasure.stripes import check_domains, crowded
+from megatron_ft.erasure.stripes import crowded
 from megatron_ft.launchers.launcher import Launcher, NodeUnreachable
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.admission import (
@@ -33,14 +31,17 @@ from megatron_ft.supervisor.admission import (
     Inventories,
     LivingRanks,
     admit,
+    check_inventories,
+    owned_arenas,
 )
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.failures import NODE_LOST, Failure
-from megatron_ft.supervisor.job_state import JobRecord, JobState, homes_of
+from megatron_ft.supervisor.job_state import JobState, homes_of
 from megatron_ft.supervisor.placement import (
-    choose_active,
     choose_spares,
+    first_active,
     nodes_to_replace,
+    other_size,
     scheme_over,
     stripes_by_position,
 )
@@ -72,7 +73,7 @@ class Membership:
         self, spec: JobSpec, launcher: Launcher, state: JobState, coordinator: Coordinator
     ) -> None:
         self.smps = SmpFleet(launcher, state, spec)
-        self.active: list[str] = list(state.record.active) or _first_active(spec, launcher)
+        self.active: list[str] = list(state.record.active) or first_active(spec, launcher.nodes())
         self._spec, self._launcher, self._state = spec, launcher, state
         self._coordinator = coordinator
         coordinator.free_spares = self.free_spares
@@ -82,11 +83,11 @@ class Membership:
         self._led = False
         self._aside: set[str] = set()
         self._other_layout = False
-        if _other_size(spec, state.record, launcher.nodes()):
+        if other_size(spec, state.record, launcher.nodes()):
             # In the order of ranks: notes have shards in the order in which they registered.
             seats, sources = state.record.source_seats, state.record.sources
             before = [sources[s] for s in sorted(sources, key=lambda s: seats[s].rank)]
-            self.train_on(_first_active(spec, launcher, [*before, *self.active]))
+            self.train_on(first_active(spec, launcher.nodes(), [*before, *self.active]))
         self.leaving: set[str] = set(state.record.evacuated)
         """Nodes that shall not train: their ranks move to spares with the next incarnation."""
         self._on_the_move: set[str] = set()
@@ -122,7 +123,7 @@ class Membership:
             try:
                 work = admit(self._coordinator, incarnation, nodes, keep)
                 admitted = await self.smps.while_all_run(work)
-                self._check(admitted)
+                check_inventories(self._coordinator, admitted)
                 await self._await_leases(admitted)
                 self._coordinator.require_lead()
                 self._led = True
@@ -148,19 +149,6 @@ class Membership:
             text = f"waiting {seconds:.0f} s for the end of any lease on {names}"
             self._emit("waiting", text, names)
             await asyncio.sleep(seconds)
-
-    def _check(self, admitted: Inventories) -> None:
-        """Never write over another job's snapshots; emit what is damaged."""
-        foreign = [text for i in admitted.values() for text in i.foreign]
-        if foreign:
-            raise ArenaForeignError(
-                f"{len(foreign)} arenas in this job's folders are not its own: {foreign[0]}. If "
-                "they are of an earlier run of this job, run it with the same --state-dir; else "
-                "choose another --job name, or remove them with `megatron-ft clean`"
-            )
-        for node, inventory in admitted.items():
-            for text in inventory.damaged:
-                self._emit("damaged", f"node {node}: {text}", node)
 
     def lost(self, admitted: Inventories) -> list[str]:
         """Nodes that train and must be replaced."""
@@ -332,29 +320,17 @@ class Membership:
 
     def owned(self, admitted: Inventories) -> list[m.Inventory]:
         """Inventories reduced to the shards that are each node's own; other claims own nothing."""
-        places = self.places()
-        return [
-            msgspec.structs.replace(
-                inventory,
-                arenas=tuple(a for a in inventory.arenas if places.get(a.shard_id) == node),
-            )
-            for node, inventory in admitted.items()
-        ]
+        return owned_arenas(admitted, self.places())
 
     def owned_sources(self, admitted: Inventories) -> list[m.Inventory]:
         """As ``owned``, of the shards of an older layout; they may not be sources yet."""
         record, holders = self._state.record, self._holders(admitted)
-        return [
-            msgspec.structs.replace(
-                inventory,
-                arenas=tuple(
-                    arena
-                    for arena in inventory.sources or (() if record.shards else inventory.arenas)
-                    if record.sources.get(arena.shard_id) == node and node in holders
-                ),
-            )
-            for node, inventory in admitted.items()
-        ]
+        places = {s: node for s, node in record.sources.items() if node in holders}
+        older = {
+            node: replace(found, arenas=found.sources or (() if record.shards else found.arenas))
+            for node, found in admitted.items()
+        }
+        return owned_arenas(older, places)
 
     async def replace_smps(self, nodes: Sequence[str]) -> str:
         """Have new SMPs adopt the arenas of those that died by themselves, all at once.
@@ -461,37 +437,3 @@ class Membership:
 
     def _emit(self, kind: str, text: str, node: str) -> None:
         self._coordinator.observers.emit(kind, text, node=node)
-
-
-def _first_active(spec: JobSpec, launcher: Launcher, before: Sequence[str] = ()) -> list[str]:
-    """The nodes that train first; ProtectionError if their stripes would break the rule.
-
-    Those that trained ``before`` are preferred.
-    """
-    known = [node for node in before if node in launcher.nodes()]
-    nodes = list(dict.fromkeys((*known, *launcher.nodes())))
-    active = choose_active(nodes, spec.nodes, spec.domains, spec.scheme)
-    check_domains(active, spec.domains, spec.scheme)
-    return active
-
-
-def _other_size(spec: JobSpec, record: JobRecord, nodes: Sequence[str]) -> bool:
-    """True if a job is kept with other nodes or ranks than asked for, so that it is reshaped.
-
-    ``nodes`` are those that can be reached.  One that has shrunk is asked for with the number that
-    it began with.  ConfigError if more of its nodes are out of reach than parity makes up for.
-    """
-    kept = len(record.active)
-    shrunk = kept < spec.nodes == record.nodes
-    ranks = (kept if shrunk else spec.nodes) * spec.ranks_per_node
-    if not kept or ((kept == spec.nodes or shrunk) and len(record.shards) in (0, ranks)):
-        return False
-    away = [node for node in record.active if node not in nodes]
-    if record.committed and record.shards and len(away) > spec.scheme.parity_members:
-        raise ConfigError(
-            f"job {spec.name!r} is kept with {kept} nodes; you asked for {spec.nodes} with "
-            f"{spec.spares} spares, which leaves the memory of {', '.join(away)} out of reach. Use "
-            f"--nodes {kept}, give --spares {kept - spec.nodes} for the others to be read, or free "
-            f"the memory: `megatron-ft clean --job {spec.name}`"
-        )
-    return True

@@ -13,7 +13,16 @@ from pathlib import Path
 
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.erasure.stripes import Domains, domain_of, members_of, possible_scheme, stripe_sets
+from megatron_ft.erasure.stripes import (
+    Domains,
+    check_domains,
+    domain_of,
+    members_of,
+    possible_scheme,
+    stripe_sets,
+)
+from megatron_ft.supervisor.job_state import JobRecord
+from megatron_ft.supervisor.spec import JobSpec
 
 
 def choose_active(nodes: Sequence[str], count: int, domains: Domains, scheme: Scheme) -> list[str]:
@@ -51,6 +60,40 @@ def nodes_to_replace(
     gone = [node for node in active if node in lost]
     wanted = [node for node in active if node in leaving and node not in lost]
     return [*gone, *wanted[: max(0, spares - len(gone))]]
+
+
+def first_active(spec: JobSpec, there: Sequence[str], before: Sequence[str] = ()) -> list[str]:
+    """Those of ``there`` that train first; ProtectionError if their stripes would break the rule.
+
+    Nodes that trained ``before`` are preferred.
+    """
+    known = [node for node in before if node in there]
+    nodes = list(dict.fromkeys((*known, *there)))
+    active = choose_active(nodes, spec.nodes, spec.domains, spec.scheme)
+    check_domains(active, spec.domains, spec.scheme)
+    return active
+
+
+def other_size(spec: JobSpec, record: JobRecord, nodes: Sequence[str]) -> bool:
+    """True if a job is kept with other nodes or ranks than asked for, so that it is reshaped.
+
+    ``nodes`` are those that can be reached.  One that has shrunk is asked for with the number that
+    it began with.  ConfigError if more of its nodes are out of reach than parity makes up for.
+    """
+    kept = len(record.active)
+    shrunk = kept < spec.nodes == record.nodes
+    ranks = (kept if shrunk else spec.nodes) * spec.ranks_per_node
+    if not kept or ((kept == spec.nodes or shrunk) and len(record.shards) in (0, ranks)):
+        return False
+    away = [node for node in record.active if node not in nodes]
+    if record.committed and record.shards and len(away) > spec.scheme.parity_members:
+        raise ConfigError(
+            f"job {spec.name!r} is kept with {kept} nodes; you asked for {spec.nodes} with "
+            f"{spec.spares} spares, which leaves the memory of {', '.join(away)} out of reach. Use "
+            f"--nodes {kept}, give --spares {kept - spec.nodes} for the others to be read, or free "
+            f"the memory: `megatron-ft clean --job {spec.name}`"
+        )
+    return True
 
 
 MOST_TRIED = 10_000

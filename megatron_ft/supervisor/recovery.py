@@ -11,20 +11,13 @@ restored snapshot is complete and committed everywhere again.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from megatron_ft.checkpoint.decide import Decision, decide
 from megatron_ft.checkpoint.drained import Choice
 from megatron_ft.checkpoint.native import LATEST, TRACKER, newest_checkpoint
-from megatron_ft.core.errors import (
-    ConfigError,
-    LayoutMismatchError,
-    MegatronFTError,
-    UnrecoverableError,
-)
+from megatron_ft.core.errors import ConfigError, UnrecoverableError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, SnapshotId, extend
 from megatron_ft.core.scheme import Scheme
@@ -36,88 +29,17 @@ from megatron_ft.supervisor.encoder_world import WorldKeeper
 from megatron_ft.supervisor.health import Health, Vote
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
-from megatron_ft.supervisor.orders import (
-    create_requests,
-    orders_by_node,
-    shards_by_node,
-    stripe_orders,
-)
+from megatron_ft.supervisor.orders import shards_by_node
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy, reason_against_own
+from megatron_ft.supervisor.restore import (
+    WORLD_TIMEOUT_SECONDS,
+    RestorePlan,
+    make_targets,
+    rebuild,
+)
 from megatron_ft.supervisor.spec import JobSpec
 
 NOTHING = Decision(None, -1, False, (), {})
-
-WORLD_TIMEOUT_SECONDS = 120.0
-REBUILD_TIMEOUT_SECONDS = 1800.0
-
-
-class RebuildError(MegatronFTError):
-    """A rebuild did not finish; ``corrupt`` is a shard whose bytes turned out wrong, or empty."""
-
-    def __init__(self, reason: str, corrupt: str = "") -> None:
-        super().__init__(reason)
-        self.corrupt = corrupt
-
-
-@dataclass(frozen=True)
-class RestorePlan:
-    """A decision, where shards live now, and the new lineage.
-
-    ``disk`` is set where the snapshot comes from a drained checkpoint; ``kept`` are ranks whose
-    process was released and waits to train again; ``decided`` is when this was
-    decided.  ``sources`` is what becomes of shards of an older layout; if they return, they are
-    the shards of ``places``.  ``reshaped`` says that the ranks to come have another layout than
-    the snapshot.
-    """
-
-    decision: Decision
-    places: dict[str, str]
-    active: tuple[str, ...]
-    incarnation: int
-    lineage: tuple[Ancestor, ...]
-    slot_count: int
-    disk: DiskSource | None = None
-    kept: tuple[int, ...] = ()
-    sources: m.Sources = "drop"
-    reshaped: bool = False
-    decided: float = field(default_factory=time.monotonic)
-
-    def adoption(self, node: str) -> m.Adopt:
-        """Request by which ``node`` keeps its shards, or nothing if nothing is restored."""
-        snapshot = self.decision.snapshot
-        kept = snapshot is not None and not (self.disk is not None and self.disk.fresh)
-        keep = tuple(s for s, n in self.places.items() if n == node and kept)
-        return m.Adopt(self.incarnation, self.lineage, snapshot, keep, self.sources)
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """The nodes that train, and behind them others that hold shards of the snapshot."""
-        return tuple(dict.fromkeys((*self.active, *sorted(self.places.values()))))
-
-    def origins(self) -> dict[str, str]:
-        """Origin of each shard's bytes: "memory" of its own node, "parity" or "disk"."""
-        lost = dict.fromkeys(self.lost(), "parity")
-        disk = dict.fromkeys(() if self.disk is None else self.disk.shards, "disk")
-        return {**dict.fromkeys(self.places, "memory"), **lost, **disk}
-
-    def lost(self) -> tuple[str, ...]:
-        """Shards that must be rebuilt from parity."""
-        return tuple(shard for members in self.decision.lost.values() for shard in members)
-
-    def describe(self) -> tuple[str, str]:
-        """The restore as a sentence, and in a word where the bytes come from."""
-        start = f"restoring iteration {self.decision.iteration}"
-        if self.reshaped:
-            start += f", of {len(self.places)} shards in another layout"
-        if self.disk is None and not self.lost():
-            return f"{start} from own memory", "own memory"
-        shards, source = (
-            (self.lost(), "parity") if self.disk is None else (self.disk.shards, "disk")
-        )
-        names = ", ".join(shards) if len(shards) <= 4 else f"{len(shards)} shards"
-        folder = "" if self.disk is None else f" ({self.disk.folder})"
-        rest = "" if self.disk is not None and self.disk.fresh else ", the rest from own memory"
-        return f"{start}: {names} from {source}{folder}{rest}", source
 
 
 class Recovery:
@@ -368,12 +290,12 @@ class Recovery:
         """Rebuild lost shards from parity, and load those that come from disk."""
         coordinator, disk = self._coordinator, plan.disk
         if plan.decision.lost:
-            await _make_targets(coordinator, plan, plan.lost())
+            await make_targets(coordinator, plan, plan.lost())
             self._world.start(plan.nodes)
             await coordinator.world_ready(WORLD_TIMEOUT_SECONDS)
             await rebuild(coordinator, plan, snapshot)
         if disk is not None:
-            await _make_targets(coordinator, plan, disk.shards)
+            await make_targets(coordinator, plan, disk.shards)
             iteration, shards = plan.decision.iteration, shards_by_node(disk.shards, plan.places)
             await coordinator.ask_all(
                 {
@@ -405,95 +327,3 @@ def check_memory(spec: JobSpec, wanted: Scheme, scheme: str, memory: Decision) -
                 f"`megatron-ft drain --job {spec.name} --to DIR`, and start a job of another name "
                 "from there, with --restore-from DIR"
             )
-
-
-async def make_arenas(
-    coordinator: Coordinator, requests: Mapping[str, m.CreateArena], places: Mapping[str, str]
-) -> None:
-    """Have these shards' arenas made or checked, on all nodes at once and one by one on each."""
-
-    async def make(node: str, shards: Sequence[str]) -> None:
-        for shard_id in shards:
-            await coordinator.links[node].make_arena(requests[shard_id])
-
-    by_node = shards_by_node(requests, places)
-    await asyncio.gather(*(make(node, shards) for node, shards in by_node.items()))
-
-
-async def _make_targets(coordinator: Coordinator, plan: RestorePlan, shards: Sequence[str]) -> None:
-    """Arenas for shards that are brought back, where their node has none yet."""
-    stripes = plan.decision.stripes
-    requests = create_requests(stripes, plan.incarnation, plan.lineage, plan.slot_count)
-    await make_arenas(coordinator, {shard: requests[shard] for shard in shards}, plan.places)
-
-
-async def rebuild(coordinator: Coordinator, plan: RestorePlan, snapshot: SnapshotId) -> None:
-    """Have the encoders rebuild what is lost from parity; RebuildError if one cannot."""
-    orders = stripe_orders(plan.decision.stripes, plan.places, plan.nodes, plan.decision.lost)
-    parts = orders_by_node(orders, plan.places)
-    iteration = plan.decision.iteration
-    requests = {
-        node: m.Rebuild(
-            plan.incarnation, snapshot, iteration, coordinator.world, parts.get(node, ())
-        )
-        for node in plan.nodes
-    }
-    started = time.monotonic()
-    reports = await shards_made(coordinator, requests, snapshot, plan.lost(), "rebuild")
-    seconds = time.monotonic() - started
-    decoded = sum(report.record.used_bytes for report in reports)
-    coordinator.observers.emit(
-        "rebuilt",
-        f"{len(reports)} lost shards rebuilt from parity in {seconds:.2f} s "
-        f"({decoded / (1 << 20):.0f} MiB)",
-        bytes_decoded=decoded,
-        seconds=seconds,
-    )
-
-
-async def shards_made(
-    coordinator: Coordinator,
-    requests: Mapping[str, m.Message],
-    snapshot: SnapshotId,
-    shards: Iterable[str],
-    work: str,
-) -> list[m.Rebuilt | m.Reshaped]:
-    """Reports of encoders that all ``shards`` of ``snapshot`` are made, as nodes are asked to.
-
-    RebuildError if an encoder fails, which may go well the next time; LayoutMismatchError if the
-    snapshot is of another model.  ``work`` names it in errors.
-    """
-    missing, reports = set(shards), list[m.Rebuilt | m.Reshaped]()
-    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def fail(error: MegatronFTError) -> None:
-        if not done.done():
-            done.set_exception(error)
-
-    def on_event(event: m.NodeEvent) -> None:
-        body = event.body
-        # Late events of the encoders before these say nothing of them.
-        world = coordinator.world
-        if isinstance(body, m.Rebuilt | m.Reshaped) and body.record.snapshot == snapshot:
-            missing.discard(body.record.shard_id)
-            reports.append(body)
-            if not missing and not done.done():
-                done.set_result(None)
-        elif isinstance(body, m.OrderFailed) and body.world == world:
-            unfit = body.error == LayoutMismatchError.__name__
-            again = RebuildError(body.reason, body.corrupt)
-            fail(LayoutMismatchError(body.reason) if unfit else again)
-        elif isinstance(body, m.WriterGone) and (body.role, body.who) == ("encoder", world):
-            reason = f"the encoder on {event.node} died during the {work}"
-            # Unless an encoder's own account of the error comes first.
-            asyncio.get_running_loop().call_later(1.0, fail, RebuildError(reason))
-
-    coordinator.listeners.append(on_event)
-    try:
-        await coordinator.ask_all(requests)
-        await asyncio.wait_for(done, REBUILD_TIMEOUT_SECONDS)
-    except asyncio.TimeoutError as error:
-        raise RebuildError(f"no end of the {work} of {', '.join(sorted(missing))}") from error
-    finally:
-        coordinator.listeners.remove(on_event)
-    return reports

@@ -53,8 +53,9 @@ from megatron_ft.supervisor.ledger import ENDED, SUPERVISING
 from megatron_ft.supervisor.membership import Membership, NoSpareError
 from megatron_ft.supervisor.processes import TrainerFleet
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
-from megatron_ft.supervisor.recovery import RebuildError, Recovery
+from megatron_ft.supervisor.recovery import Recovery
 from megatron_ft.supervisor.recovery_policy import NoSparePolicy
+from megatron_ft.supervisor.restore import RebuildError
 from megatron_ft.supervisor.schedule import Pacing
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.watch import JobWatch

@@ -12,8 +12,8 @@ from megatron_ft.checkpoint.decide import Decision, StripeState
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.recovery import RebuildError, RestorePlan
-from megatron_ft.supervisor.recovery import rebuild as rebuild_lost
+from megatron_ft.supervisor.restore import RebuildError, RestorePlan
+from megatron_ft.supervisor.restore import rebuild as rebuild_lost
 
 INCARNATION, WORLD, SNAPSHOT = 4, "w4", SnapshotId(3, 7)
 STRIPE = StripeState("xor", 1, 1, 1 << 20, ("dp0", "dp1"), 4096)
