@@ -275,9 +275,8 @@ class Capture:
     def fence(self) -> None:
         """Return when the tensors may change: the copy is done, or has been given up.
 
-        Meanwhile this thread copies too, where the rank has a core for that.  When the timeout is
-        over the copier stops after its current piece and the slot will never be sealed,
-        so it does not matter that bytes change under it.
+        When the timeout is over the copier stops after its current piece and the slot will never
+        be sealed, so it does not matter that bytes change under it.
         """
         self._fence_seen = True
         self._hold()

@@ -1,27 +1,18 @@
 """Copies of live tensors into an arena, without stopping training: the promise of every copier.
 
-Copies are cut in pieces, so that they can be stopped in between.  The pieces are shared by the
-copy thread and a training thread that waits for them.
+Copies are cut in pieces, so that they can be stopped in between.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from threading import Event, Lock, get_ident
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from megatron_ft.core.fault_points import reach
-
-logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20
 """Copies are cut in pieces of this size: a stop is noticed between them."""
@@ -48,83 +39,6 @@ class CopyList(list[CopyItem]):
     plan: Any = None
 
 
-class CopyPiece(Protocol):
-    """A part of a copy that can be made by itself."""
-
-    def move(self) -> None:
-        """Copy it in this thread."""
-
-
-class SharedPieces:
-    """The pieces of a copy that are left; two threads may take them.
-
-    A training thread that has come to its fence can do nothing but wait: with its help the copy
-    ends sooner where one core does not copy as fast as memory allows, or is held up.
-    """
-
-    def __init__(self) -> None:
-        """Nothing is offered yet."""
-        self._offered = Event()
-        self._left: deque[CopyPiece] = deque()
-        self._helping = Lock()
-        self._helper = 0
-        self._unfinished = False
-
-    def copy(self, pieces: Iterable[CopyPiece], should_stop: ShouldStop) -> bool:
-        """Offer them, and copy what is left; True when all of them are copied.
-
-        ``should_stop`` is asked before each piece; True ends the copy and False is returned.  On
-        every way out, exceptions included, nobody copies any more.  RuntimeError if help broke off.
-        """
-        self._left.extend(pieces)
-        self._offered.set()
-        try:
-            complete = self._move(should_stop)
-        finally:
-            self._left.clear()
-            with self._helping:
-                # A helper that comes now finds nothing left.
-                unfinished = self._unfinished
-        if unfinished:
-            raise RuntimeError("a piece was left unfinished by the training thread")
-        return complete
-
-    def help(self, until: float) -> None:
-        """Copy pieces as long as there are any, at most until that monotonic time.
-
-        Waits for them to be offered, or withdrawn.  ``copy`` hears of what goes wrong: only an
-        exception that a signal's handler has raised comes through.  In such a handler, run by a
-        thread that is helping, it returns at once: the piece below is finished afterwards.
-        """
-        if self._helper == get_ident():
-            return
-        if not self._offered.wait(max(0.0, until - time.monotonic())):
-            return
-        try:
-            with self._helping, torch.no_grad():
-                # Until it is known that no piece was begun that has not ended.
-                self._helper, self._unfinished = get_ident(), True
-                self._move(lambda: time.monotonic() >= until)
-                self._helper, self._unfinished = 0, False
-        except Exception:
-            logger.warning("a piece could not be copied in the training thread", exc_info=True)
-
-    def withdraw(self) -> None:
-        """Release a waiting helper: nothing is going to be offered."""
-        self._offered.set()
-
-    def _move(self, should_stop: ShouldStop) -> bool:
-        """Copy pieces until none is left; False if ``should_stop`` ended it before."""
-        while not should_stop():
-            try:
-                piece = self._left.popleft()
-            except IndexError:
-                return True
-            piece.move()
-            reach("capture.piece")
-        return False
-
-
 class Copier(Protocol):
     """Moves tensors into an arena.
 
@@ -142,17 +56,10 @@ class Copier(Protocol):
     def mark(self) -> Any:
         """Remember this point of the training thread's work: copies must come after it."""
 
-    def copy(
-        self,
-        items: Sequence[CopyItem],
-        mark: Any,
-        should_stop: ShouldStop,
-        shared: SharedPieces,
-    ) -> bool:
+    def copy(self, items: Sequence[CopyItem], mark: Any, should_stop: ShouldStop) -> bool:
         """Copy all items; True when every byte has arrived.
 
         ``should_stop`` is asked before each piece; True ends the copy and False is returned.
-        A training thread that waits for the copy takes pieces that are offered in ``shared``.
         On every way out, exceptions included, nothing writes to the targets any more.
         """
 

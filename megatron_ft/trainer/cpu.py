@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from megatron_ft.core.fault_points import reach
 from megatron_ft.trainer.addresses import has_lazy_sign
 from megatron_ft.trainer.copier import (
     PIECE_BYTES,
     Bytes,
     CopyItem,
     CopyList,
-    SharedPieces,
     ShouldStop,
     batches,
     move,
@@ -76,8 +76,7 @@ SERIAL_ELEMENTS = 32768
 
 
 class CpuCopier:
-    """Copies with one thread, the one that calls it, and without the GIL; a training thread that
-    waits for the copy is a second one.
+    """Copies with one thread, the one that calls it, and without the GIL.
 
     More threads were not used on purpose: intra-op threads that compete with training
     made copies two to five times slower, and one thread reaches memory speed mostly.  Nor is
@@ -100,16 +99,15 @@ class CpuCopier:
     def mark(self) -> None:
         """Work on the CPU is done when the call returns, so there is no point to remember."""
 
-    def copy(
-        self,
-        items: Sequence[CopyItem],
-        mark: None,
-        should_stop: ShouldStop,
-        shared: SharedPieces,
-    ) -> bool:
+    def copy(self, items: Sequence[CopyItem], mark: None, should_stop: ShouldStop) -> bool:
         """Copy piece by piece; see Copier."""
         with torch.no_grad():
-            return shared.copy(self._planned(items), should_stop)
+            for piece in self._planned(items):
+                if should_stop():
+                    return False
+                piece.move()
+                reach("capture.piece")
+        return True
 
     def _planned(self, items: Sequence[CopyItem]) -> Iterable[SerialBatch]:
         if not isinstance(items, CopyList):

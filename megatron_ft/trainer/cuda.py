@@ -16,7 +16,6 @@ from megatron_ft.trainer.copier import (
     PIECE_BYTES,
     Bytes,
     CopyItem,
-    SharedPieces,
     ShouldStop,
     batches,
     move,
@@ -90,15 +89,8 @@ class CudaCopier:
         event.record(self._cuda.current_stream(self._device))
         return event
 
-    def copy(
-        self,
-        items: Sequence[CopyItem],
-        mark: Any,
-        should_stop: ShouldStop,
-        shared: SharedPieces,
-    ) -> bool:
-        """Copy piece by piece on the side stream; see Copier.  Nothing is shared, as the device
-        copies."""
+    def copy(self, items: Sequence[CopyItem], mark: Any, should_stop: ShouldStop) -> bool:
+        """Copy piece by piece on the side stream; see Copier."""
         self._prepare(items, mark.synchronize)
         in_flight: deque[Any] = deque()
         try:

@@ -29,7 +29,7 @@ from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.core.shard import ShardLayout, pack_meta
 from megatron_ft.rpc import messages as m
 from megatron_ft.trainer.binding import LayoutBinding
-from megatron_ft.trainer.copier import Copier, CopyItem, SharedPieces, ShouldStop, spare_threads
+from megatron_ft.trainer.copier import Copier, CopyItem, ShouldStop
 from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.state import TrainingState, live_tensors
 from megatron_ft.trainer.ticket import Ticket
@@ -113,7 +113,6 @@ class CaptureRun:
     copy_seconds: float = 0.0
     stall_seconds: float = 0.0
     stop_reason: str = ""
-    shared: SharedPieces = field(default_factory=SharedPieces)
     moved: Event = field(default_factory=Event)
     finished: Event = field(default_factory=Event)
     _fence_entered: float | None = None
@@ -132,17 +131,10 @@ class CaptureRun:
             return True
 
     def wait_moved(self, timeout_seconds: float) -> bool:
-        """Wait for the copy, and help with it where this rank has more than one core.
-
-        False after the timeout, which may be the copy of one piece longer then.  All of it counts
-        as this capture's stall.
-        """
+        """Wait for the copy; False after the timeout.  All of it counts as this capture's stall."""
         with self._lock:
             self._fence_entered = time.monotonic()
-        until = self._fence_entered + timeout_seconds
-        if not self.moved.is_set() and spare_threads() > 1:
-            self.shared.help(until)
-        moved = self.moved.wait(max(0.0, until - time.monotonic()))
+        moved = self.moved.wait(timeout_seconds)
         self._fence_left.set()
         return moved
 
@@ -171,7 +163,6 @@ class CaptureRun:
             # Digests do not need the live tensors: let go of them.
             self.live, self.staged, self.mark, self.compare = {}, [], None, None
             self.moved.set()
-            self.shared.withdraw()
             return not self.stop_reason
 
 
@@ -393,9 +384,9 @@ class CaptureEngine:
         later = self.binding.later(run.live, bound, run.permit.slot)
         # Apart from what was staged: copiers keep plans with the list.
         staged = run.staged
-        if staged and not self._copier.copy(staged, run.mark, should_stop, SharedPieces()):
+        if staged and not self._copier.copy(staged, run.mark, should_stop):
             return False
-        complete = self._copier.copy(later, run.mark, should_stop, run.shared)
+        complete = self._copier.copy(later, run.mark, should_stop)
         if complete and (moved := bound.moved()):
             raise ValueError(f"{moved} was given other memory while it was copied")
         return complete

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_ft.trainer import cuda as cuda_module
-from megatron_ft.trainer.copier import CopyItem, SharedPieces
+from megatron_ft.trainer.copier import CopyItem
 from megatron_ft.trainer.cuda import CudaCopier
 
 HERE = 2
@@ -140,7 +140,7 @@ def test_copies_follow_the_training_stream_and_are_bounded() -> None:
     copier = CudaCopier(HERE, cuda, 4000)
     wanted = items(5)
     mark = copier.mark()
-    assert copier.copy(wanted, mark, lambda: False, SharedPieces())
+    assert copier.copy(wanted, mark, lambda: False)
     assert all(torch.equal(source, target) for source, target in wanted)
     assert cuda.calls[:3] == [
         ("record", 1, "training"),
@@ -160,7 +160,7 @@ def test_a_stop_leaves_nothing_in_flight() -> None:
     copier = CudaCopier(HERE, cuda, 4000)
     answers = iter([False, False, True])
     wanted = items(5)
-    assert not copier.copy(wanted, copier.mark(), lambda: next(answers), SharedPieces())
+    assert not copier.copy(wanted, copier.mark(), lambda: next(answers))
     assert cuda.calls[-1] == ("drain", "side")
     assert not wanted[2].target.any()
 
@@ -173,7 +173,7 @@ def test_an_error_leaves_nothing_in_flight() -> None:
         raise RuntimeError("injected")
 
     with pytest.raises(RuntimeError, match="injected"):
-        copier.copy(items(1), copier.mark(), fail, SharedPieces())
+        copier.copy(items(1), copier.mark(), fail)
     assert cuda.calls[-1] == ("drain", "side")
 
 
@@ -216,7 +216,7 @@ def test_large_tensors_are_cut_in_pieces() -> None:
     copier = CudaCopier(HERE, cuda, 1024)
     source = torch.randn(3, 1001)
     target = torch.zeros(3, 1001)
-    assert copier.copy([CopyItem(source, target)], copier.mark(), lambda: False, SharedPieces())
+    assert copier.copy([CopyItem(source, target)], copier.mark(), lambda: False)
     assert torch.equal(source, target)
     assert sum(call[0] == "record" for call in cuda.calls) == 1 + -(-source.nbytes // 1024)
 
@@ -230,7 +230,7 @@ def test_a_tensor_of_another_device_is_refused() -> None:
     copier = CudaCopier(HERE, RecordedCuda(), 4000)
     for begin in (
         copier.stage,
-        lambda items: copier.copy(items, copier.mark(), lambda: False, SharedPieces()),
+        lambda items: copier.copy(items, copier.mark(), lambda: False),
     ):
         begin(one(OnDevice))
         wanted = one(Elsewhere)
@@ -245,13 +245,13 @@ def test_host_tensors_that_the_device_may_write_to_are_awaited() -> None:
     copier.stage(one(Pinned))
     assert cuda.calls == [("drain", "training")]
     mark = copier.mark()
-    copier.copy(one(Pinned), mark, lambda: False, SharedPieces())
+    copier.copy(one(Pinned), mark, lambda: False)
     assert cuda.calls[2] == ("wait", mark.number)
     for kind in (torch.Tensor, OnDevice):
         cuda.calls.clear()
         copier.stage(one(kind))
         assert not cuda.calls
-        copier.copy(one(kind), mark, lambda: False, SharedPieces())
+        copier.copy(one(kind), mark, lambda: False)
         assert ("wait", mark.number) not in cuda.calls
 
 
@@ -262,9 +262,7 @@ def test_lazy_signs_are_settled_on_the_device(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(cuda_module, "move", lambda batch, non_blocking: moved.extend(batch))
     lazy = getattr(torch.randn(9, dtype=torch.complex64), name)()
     copier = CudaCopier(HERE, RecordedCuda(), 4000)
-    copier.copy(
-        [CopyItem(lazy, torch.zeros_like(lazy))], copier.mark(), lambda: False, SharedPieces()
-    )
+    copier.copy([CopyItem(lazy, torch.zeros_like(lazy))], copier.mark(), lambda: False)
     (item,) = moved
     assert torch.equal(item.source, lazy)
     assert not item.source.is_conj() and not item.source.is_neg()

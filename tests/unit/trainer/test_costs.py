@@ -37,7 +37,6 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.client import TrainerClient
 from megatron_ft.supervisor.cycle import Send, SnapshotCycle, SnapshotEnded
 from megatron_ft.supervisor.schedule import Schedule
-from megatron_ft.trainer.copier import SharedPieces
 from megatron_ft.trainer.cpu import CpuCopier
 from tests.support.calls import BLOCK, PIECE, calls_of, calls_of_save, ready, saved
 from tests.support.captures import FakeSmp, make_manager
@@ -95,8 +94,8 @@ def test_a_copy_asks_each_tensor_once_where_it_is(smp: FakeSmp) -> None:
     assert engine is not None
     later = engine.binding.later(state, engine.binding.bind(state), 0)
     copier = CpuCopier(PIECE)
-    copier.copy(later, None, lambda: False, SharedPieces())
-    found = calls_of(lambda: copier.copy(later, None, lambda: False, SharedPieces()))
+    copier.copy(later, None, lambda: False)
+    found = calls_of(lambda: copier.copy(later, None, lambda: False))
     assert found["c_call"] <= 300 + 20, found
     assert found["call"] <= 300, found
     manager.close()
