@@ -18,7 +18,7 @@ import msgspec
 from megatron_ft.core.errors import MegatronFTError, UndecodableError, UnencodableError
 from megatron_ft.core.object_classes import known_class, known_name, name_of
 
-MAGIC = b"MFTO\x03"
+MAGIC = b"MFTO\x04"
 """Four letters and the version of this layout."""
 
 MOST_DEPTH = 64
@@ -40,7 +40,7 @@ class Tag(IntEnum):
     that stands for what is stored elsewhere.
 
     Lists, dicts, sets and objects are numbered from 0 in the order in which they begin; after
-    REFERENCE comes such a number: the same object again.  Within a SCOPE numbers begin anew.
+    REFERENCE comes such a number: the same object again.
     """
 
     LIST = 0
@@ -49,10 +49,9 @@ class Tag(IntEnum):
     SET = 3
     FROZENSET = 4
     INT = 5
-    SCOPE = 6
-    OBJECT = 7
-    REFERENCE = 8
-    PART = 9
+    OBJECT = 6
+    REFERENCE = 7
+    PART = 8
 
 
 class Part(NamedTuple):
@@ -61,20 +60,8 @@ class Part(NamedTuple):
     plain: Any
 
 
-class Lasting:
-    """Marks an object as unchanged, so that its earlier encoding is written again.
-
-    Its owner makes a new one as soon as anything in the object, or what stands in for its
-    parts, may be another.  What the object has in common with others comes back as copies.
-    """
-
-    def __init__(self) -> None:
-        """Nothing was written yet."""
-        self.written: msgspec.Raw | None = None
-
-
 SizedT = TypeVar("SizedT", bound=Sized)
-StandIn = Callable[[Any], Part | Lasting | None]
+StandIn = Callable[[Any], Part | None]
 
 
 def encode(value: Any, stand_in: StandIn | None = None) -> bytes:
@@ -82,8 +69,7 @@ def encode(value: Any, stand_in: StandIn | None = None) -> bytes:
 
     Dicts keep their order, and what is in it twice stays one object.  ``stand_in`` is asked for
     every object that is no plain number or text: a Part is written instead of it, and the caller
-    of ``decode`` says what replaces it; a Lasting costs nothing the second time.  What ``stand_in``
-    raises comes through.
+    of ``decode`` says what replaces it.  What ``stand_in`` raises comes through.
 
     UnencodableError names the place of what cannot be written, its type, and what to do.
     """
@@ -106,11 +92,9 @@ _packed = msgspec.msgpack.Encoder().encode
 class _Encoder:
     """One pass over a value; a ``careful`` one looks at each integer and text."""
 
-    def __init__(
-        self, stand_in: StandIn | None, careful: bool, path: Iterable[object] = ()
-    ) -> None:
+    def __init__(self, stand_in: StandIn | None, careful: bool) -> None:
         self._stand_in, self._careful = stand_in, careful
-        self._path = list(path)
+        self._path: list[object] = []
         self._open: set[int] = set()
         # Number and the object itself: while it is alive no other one has its id.
         self._numbers: dict[int, tuple[int, Any]] = {}
@@ -120,7 +104,7 @@ class _Encoder:
         if kind in PLAIN:
             return self._checked(value) if self._careful else value
         known = None if self._stand_in is None else self._stand_in(value)
-        if isinstance(known, Part):
+        if known is not None:
             return [Tag.PART, self.value(known.plain)]
         if id(value) in self._open:
             raise self._error(value, "refers to itself")
@@ -128,13 +112,7 @@ class _Encoder:
             return [Tag.REFERENCE, seen[0]]
         if len(self._path) > MOST_DEPTH:
             raise self._error(value, f"lies more than {MOST_DEPTH} containers deep")
-        if known is None:
-            return self._tagged(value, kind)
-        self._numbers[id(value)] = len(self._numbers), value
-        if known.written is None:
-            scope = _Encoder(self._stand_in, self._careful, self._path)
-            known.written = msgspec.Raw(_packed([Tag.SCOPE, scope._tagged(value, kind)]))
-        return known.written
+        return self._tagged(value, kind)
 
     def _checked(self, value: Any) -> Any:
         if type(value) is int and not -(1 << 63) <= value < 1 << 64:
@@ -287,16 +265,10 @@ class _Decoder:
                 "that calls megatron_ft.register_class for it first (megatron-ft export --import "
                 "MODULE)"
             )
-        return self._numbered_once(lambda: known.from_plain(self.value(plain)))
-
-    def _scope(self, raw: Any) -> Any:
-        return self._numbered_once(lambda: _Decoder(self._make).value(raw))
-
-    def _numbered_once(self, make: Callable[[], Any]) -> Any:
-        """Number what nothing inside of it can refer to."""
+        # Nothing inside of it can refer to it.
         number = len(self._numbered)
         self._numbered.append(_UNFINISHED)
-        self._numbered[number] = made = make()
+        self._numbered[number] = made = known.from_plain(self.value(plain))
         return made
 
     def _reference(self, number: int) -> Any:
@@ -332,5 +304,4 @@ _READERS: dict[int, Callable[..., Any]] = {
     Tag.OBJECT: _Decoder._object,
     Tag.REFERENCE: _Decoder._reference,
     Tag.PART: _Decoder._part,
-    Tag.SCOPE: _Decoder._scope,
 }

@@ -11,14 +11,14 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, compress
-from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from itertools import chain, compress, islice
+from operator import attrgetter
+from typing import Any
 
 import torch
 
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
-from megatron_ft.core.objects import PLAIN, Lasting, Part, decode, encode
+from megatron_ft.core.objects import PLAIN, Part, decode, encode
 from megatron_ft.core.shard import LogicalPlace
 from megatron_ft.trainer import master_tensors
 from megatron_ft.trainer.addresses import DENSE
@@ -201,7 +201,6 @@ class MappingState:
         self._state = state
         self._replicated = dict(replicated or {})
         self._found: Enumeration | None = None
-        self._written: dict[str, _WrittenMoments] = {}
         self._adopted: dict[str, torch.Tensor] = {}
 
     def adapts(self, state: Any) -> bool:
@@ -221,7 +220,7 @@ class MappingState:
 
     def forget_tensors(self) -> None:
         """Let go of what was enumerated, until it is asked for."""
-        self._found, self._written = None, {}
+        self._found = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters, optimizer tensors, plain tensors; see enumerate_entry."""
@@ -234,12 +233,12 @@ class MappingState:
     def objects(self) -> dict[str, Any]:
         """All else, encoded, with stored tensors replaced by their names."""
         found = self._current()
-        lasting = self._lasting(found)
+        columns = self._moments(found)
 
-        def stored(part: Any) -> Part | Lasting | None:
+        def stored(part: Any) -> Part | None:
             # The enumeration keeps all of these alive, so no other object has one of these ids.
             name = found.name_of.get(id(part))
-            return lasting.get(id(part)) if name is None else Part(name)
+            return columns.get(id(part)) if name is None else Part(name)
 
         return {_NAMES: sorted(self._state), _STRUCTURES: encode(found.structures, stored)}
 
@@ -352,17 +351,15 @@ class MappingState:
         elif target != value:
             raise LayoutMismatchError(f"cannot set {name!r}: the state mapping is read-only")
 
-    def _lasting(self, found: Enumeration) -> dict[int, Lasting]:
-        """Moments of optimizers, by ``id``, whose encoded form may be reused."""
-        lasting = {}
+    def _moments(self, found: Enumeration) -> dict[int, Part]:
+        """The states of optimizers, by ``id``, that are written by columns."""
+        columns = {}
         for name, structure in found.structures.items():
             if is_optimizer(self._state[name]) and isinstance(structure, Mapping):
                 moments = structure.get("state")
-                written = _WrittenMoments.of(moments, found.name_of, self._written.get(name))
-                if written is not None:
-                    self._written[name] = written
-                    lasting[id(moments)] = written.lasting
-        return lasting
+                if (part := _in_columns(moments, found.name_of)) is not None:
+                    columns[id(moments)] = part
+        return columns
 
     def _current(self) -> Enumeration:
         if self._found is None:
@@ -371,50 +368,34 @@ class MappingState:
         return self._found
 
 
-class _WrittenMoments(NamedTuple):
-    """Moments of an optimizer that keeps tensors alone, and their encoded form.
+def _in_columns(moments: Any, name_of: Mapping[int, str]) -> Part | None:
+    """The state of an optimizer that keeps tensors alone, in columns: there are thousands of them.
 
-    The dicts, their keys and the names of their tensors decide how that is encoded.  As long as
-    they are the same it is encoded once: there are thousands of tensors.
+    None if it keeps anything else, or has one dict for two parameters.
     """
-
-    holders: list[dict[str, Any]]
-    keys: list[Any]
-    names: list[str | None]
-    lasting: Lasting
-
-    @classmethod
-    def of(
-        cls, moments: Any, name_of: Mapping[int, str], before: _WrittenMoments | None
-    ) -> _WrittenMoments | None:
-        """The moments, or ``before`` if nothing changed; None if they must be encoded each time."""
-        if type(moments) is not dict or not {*map(type, moments)} <= {int}:
-            return None
-        holders = list(moments.values())
-        if not {*map(type, holders)} <= {dict}:
-            return None
-        inner = list(chain.from_iterable(holders))
-        names = list(map(name_of.get, map(id, chain.from_iterable(map(dict.values, holders)))))
-        if None in names or not {*map(type, inner)} <= {str}:
-            return None
-        now = cls(holders, [*moments, *map(len, holders), *inner], names, Lasting())
-        return before if before is not None and before._same(now) else now
-
-    def _same(self, other: _WrittenMoments) -> bool:
-        return (
-            len(self.holders) == len(other.holders)
-            and all(map(is_, self.holders, other.holders))
-            and (self.keys, self.names) == (other.keys, other.names)
-        )
+    if type(moments) is not dict or not {*map(type, moments)} <= {int}:
+        return None
+    holders = list(moments.values())
+    if not {*map(type, holders)} <= {dict} or len({*map(id, holders)}) < len(holders):
+        return None
+    keys = list(chain.from_iterable(holders))
+    names = list(map(name_of.get, map(id, chain.from_iterable(map(dict.values, holders)))))
+    if None in names or not {*map(type, keys)} <= {str}:
+        return None
+    return Part((list(moments), list(map(len, holders)), keys, names))
 
 
-def _taken_from(tensors: Mapping[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:
-    """A function that gives the tensor for a stored name."""
+def _taken_from(tensors: Mapping[str, torch.Tensor]) -> Callable[[Any], Any]:
+    """A function that gives the tensor for a stored name, and what was stored in columns."""
 
-    def take(name: str) -> torch.Tensor:
-        if name not in tensors:
-            raise LayoutMismatchError(f"the small objects refer to {name}, which was not stored")
-        return tensors[name]
+    def take(stored: Any) -> Any:
+        if isinstance(stored, tuple):
+            numbers, lengths, keys, names = stored
+            pairs = zip(keys, map(take, names), strict=True)
+            return {n: dict(islice(pairs, k)) for n, k in zip(numbers, lengths, strict=True)}
+        if stored not in tensors:
+            raise LayoutMismatchError(f"the small objects refer to {stored}, which was not stored")
+        return tensors[stored]
 
     return take
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from megatron_ft import register_class
 from megatron_ft.core.errors import ConfigError, UndecodableError, UnencodableError
-from megatron_ft.core.objects import MAGIC, MOST_DEPTH, Lasting, Part, Tag, decode, encode
+from megatron_ft.core.objects import MAGIC, MOST_DEPTH, Part, Tag, decode, encode
 from megatron_ft.trainer.state import RngState
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "80"))
@@ -216,44 +216,6 @@ def test_parts_are_put_back_where_they_were() -> None:
     assert decode(data, lambda plain: plain) == {"state": [("name", 3), ("name", 3)]}
     with pytest.raises(UndecodableError, match="a part that is stored elsewhere"):
         decode(data)
-
-
-@some
-@given(st.data())
-def test_what_lasts_comes_back_as_it_would_anew(data: st.DataObject) -> None:
-    """Wherever it lies, whatever is numbered before it, and if both have objects in common."""
-    lasting, former, latter = (data.draw(values) for _ in range(3))
-    before, after = [former, [former]], [latter]
-    known = Lasting()
-    whole = [lasting, [1]]
-    inner = [*lasting] if isinstance(lasting, (list, tuple)) else []
-    for around in (
-        [*before, whole, *after],
-        [before, [whole], whole],
-        [*after, whole, whole[1]],
-        [whole[1], whole],
-        [*inner, whole, *before],
-        [whole, 1 << 70],
-        [whole],
-    ):
-        for _ in range(2):
-            written = encode(around, lambda part: known if part is whole else None)
-            assert fingerprint(decode(written)) == fingerprint(around)
-
-
-def test_what_lasts_is_looked_through_once() -> None:
-    known, asked = Lasting(), 0
-    lasting = {"a": [[1], [2]]}
-
-    def stand_in(part: Any) -> Lasting | None:
-        nonlocal asked
-        asked += 1
-        return known if part is lasting else None
-
-    for number, times in ((3, 7), (4, 11), (5, 15)):
-        [_, one, other] = decode(encode([[number], lasting, lasting], stand_in))
-        assert one is other and one == lasting
-        assert asked == times
 
 
 class Unknown(dict[str, Any]):
