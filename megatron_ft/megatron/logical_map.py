@@ -19,14 +19,16 @@ import torch
 
 from megatron_ft.checkpoint.export import CheckpointForm, TensorRecipe, dump_form
 from megatron_ft.core.errors import ExportError
-from megatron_ft.core.shard import LogicalPlace, Piece
+from megatron_ft.core.shard import LogicalPlace, Piece, row_major
 from megatron_ft.megatron import save_form
 from megatron_ft.megatron.optimizer import MAIN, WEIGHT, Master, is_distributed, optimizer_parts
 from megatron_ft.megatron.save_form import SaveForm, meta_key, sharded_tensors
-from megatron_ft.megatron.small_places import buffer_places, step_places
 from megatron_ft.trainer import master_tensors
 from megatron_ft.trainer.addresses import AddressBook, TensorWindow
 from megatron_ft.trainer.plan import dtype_name
+
+Pieces = Mapping[str, tuple[Piece, ...]]
+"""Pieces of tensors by name."""
 
 _STATE_PREFIX = re.compile(r"optimizer\.state\.[^.]+\.")
 
@@ -61,9 +63,7 @@ def _order(piece: Piece) -> tuple[int, str]:
     return piece.offset, piece.global_name
 
 
-def model_places(
-    tensors: Mapping[str, torch.Tensor], pieces: Mapping[str, tuple[Piece, ...]]
-) -> dict[str, LogicalPlace]:
+def model_places(tensors: Mapping[str, torch.Tensor], pieces: Pieces) -> dict[str, LogicalPlace]:
     """Places of tensors of the model that are captured as they are."""
     return {
         name: LogicalPlace(0, tensor.numel(), pieces[name])
@@ -76,7 +76,7 @@ def optimizer_places(
     masters: Sequence[Master],
     optimizer: Any,
     names: Mapping[int, str],
-    pieces: Mapping[str, tuple[Piece, ...]],
+    pieces: Pieces,
 ) -> dict[str, LogicalPlace]:
     """Places of masters and moments: those of their parameter, from where their range starts.
 
@@ -133,6 +133,106 @@ def _renamed(pieces: Iterable[Piece], prefix: str) -> tuple[Piece, ...]:
     )
 
 
+# --- Tensors that Megatron's checkpoints do not hold as they are ----------------------------------
+#
+# The ``step`` that torch's optimizers keep for each parameter, and buffers that are not persistent.
+# Each lies beside a tensor that Megatron does describe: under its own global name, at the leading
+# indices (layer, expert) of the other.
+
+
+def step_places(
+    masters: Sequence[Master], names: Mapping[int, str], pieces: Pieces
+) -> dict[str, LogicalPlace]:
+    """Places of tensors without dimensions that the optimizer keeps for each parameter.
+
+    The steps of all layers are one global tensor, for example
+    ``optimizer.state.step.decoder.layers.mlp.linear_fc1.weight`` with one element per layer.
+    Each data-parallel rank that owns a part of a parameter holds the same step for it.
+    Scales have no place: each belongs to the elements that one rank owns.  ``names`` maps ``id``
+    of a parameter to its name.
+    """
+    places: dict[str, LogicalPlace] = {}
+    for master in masters:
+        own = pieces.get(names[id(master.parameter)], ())
+        kept = master_tensors.state_tensors(master.inner, master.tensor)
+        for kind, value in kept.items():
+            if own and not value.dim() and not kind.endswith(master_tensors.SCALE):
+                found = _named(own, f"optimizer.state.{kind}.")
+                places[f"{master.name}.{kind}"] = LogicalPlace(0, 1, found)
+    return places
+
+
+def _named(own: Sequence[Piece], prefix: str) -> tuple[Piece, ...]:
+    """One piece for each leading index, all of the same element: a parameter may hold experts."""
+    made = {_leading(piece): _beside(piece, prefix + piece.global_name, ()) for piece in own}
+    return tuple(made.values())
+
+
+def buffer_places(tensors: Mapping[str, torch.Tensor], pieces: Pieces) -> dict[str, LogicalPlace]:
+    """Places of buffers that Megatron does not save, whole on each rank.
+
+    They are constants, or counters that Megatron sets to zero before an iteration ends
+    (``reset_model_temporary_tensors``), so ranks that hold a layer hold equal ones.
+    """
+    places: dict[str, LogicalPlace] = {}
+    for name, tensor in tensors.items():
+        if name in pieces or isinstance(tensor, torch.nn.Parameter):
+            continue
+        piece = _by_neighbour(name, tuple(tensor.shape), pieces)
+        if piece is not None:
+            places[name] = LogicalPlace(0, tensor.numel(), (piece,))
+    return places
+
+
+def _by_neighbour(name: str, shape: tuple[int, ...], pieces: Pieces) -> Piece | None:
+    """The place of a tensor by that of another in the smallest module that holds both.
+
+    ``chunk0.decoder.layers.1.mlp.router.counter`` lies beside
+    ``chunk0.decoder.layers.1.mlp.router.weight``.
+    """
+    for scope in _scopes(name):
+        beside = [
+            (own[0], (f".{own[0].global_name}").removesuffix(other[len(scope) :]))
+            for other, own in pieces.items()
+            if other.startswith(f"{scope}.")
+            and f".{own[0].global_name}".endswith(other[len(scope) :])
+        ]
+        if beside:
+            piece, prefix = min(beside, key=lambda found: len(_leading(found[0])))
+            return _beside(piece, (prefix + name[len(scope) :]).removeprefix("."), shape)
+    inner = name.partition(".")[2]
+    if any(part.isdigit() for part in inner.split(".")):
+        return None  # Its layer would be known by a number of this rank's only.
+    return Piece(inner, shape, (0,) * len(shape), shape, 0, row_major(shape))
+
+
+def _scopes(name: str) -> Iterator[str]:
+    """The modules that hold ``name``, the smallest first, down to its chunk."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _leading(piece: Piece) -> tuple[int, ...]:
+    return piece.global_offset[: len(piece.global_shape) - len(piece.shape)]
+
+
+def _beside(piece: Piece, name: str, shape: tuple[int, ...]) -> Piece:
+    """A whole tensor of ``shape`` at the leading indices of ``piece``."""
+    leading = _leading(piece)
+    return Piece(
+        global_name=name,
+        global_shape=(*piece.global_shape[: len(leading)], *shape),
+        global_offset=(*leading, *(0 for _ in shape)),
+        shape=shape,
+        offset=0,
+        stride=row_major(shape),
+    )
+
+
+# --- The checkpoint form -------------------------------------------------------------------------
+
+
 def place_of(pieces: Sequence[Piece]) -> tuple[str, tuple[int, ...]]:
     """Key that tells one local parameter from all others: its model name and global offset.
 
@@ -156,9 +256,7 @@ class RankTensors(NamedTuple):
     master_names: Mapping[str, str]
 
 
-def describe(
-    saved: SaveForm, tensors: RankTensors, pieces: Mapping[str, tuple[Piece, ...]]
-) -> bytes:
+def describe(saved: SaveForm, tensors: RankTensors, pieces: Pieces) -> bytes:
     """Encode a state dict with names in the place of tensors.
 
     ``pieces`` says where each parameter lies in the unsharded model.
@@ -187,7 +285,7 @@ class _Finder:
         self,
         saved: SaveForm,
         tensors: RankTensors,
-        pieces: Mapping[str, tuple[Piece, ...]],
+        pieces: Pieces,
     ) -> None:
         self._gathered = saved.gathered
         self._captured = AddressBook(tensors.captured)
@@ -308,9 +406,7 @@ class Description:
         }
 
 
-def _places(
-    pieces: Mapping[str, tuple[Piece, ...]], optimizer: Any, tensors: RankTensors
-) -> dict[str, LogicalPlace]:
+def _places(pieces: Pieces, optimizer: Any, tensors: RankTensors) -> dict[str, LogicalPlace]:
     names = {id(tensor): name for name, tensor in tensors.model.items()}
     buffers = tensors.captured.keys() & tensors.model.keys()
     return {

@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 
 from megatron_ft.core.shard import Piece, TensorSpec, plan_layout  # noqa: E402
 from megatron_ft.erasure.reshape_plan import Box, fill, windows  # noqa: E402
+from megatron_ft.megatron.logical_map import buffer_places, step_places  # noqa: E402
 from megatron_ft.megatron.optimizer import Master  # noqa: E402
-from megatron_ft.megatron.small_places import buffer_places, step_places  # noqa: E402
 
 LAYERS = 8
 
