@@ -16,8 +16,7 @@ from megatron_ft.supervisor.recovery_cost import (
     WAYS,
     Alternative,
 )
-from megatron_ft.supervisor.recovery_policy import describe
-from megatron_ft.supervisor.recovery_times import Estimate, MeasuredTimes
+from megatron_ft.supervisor.recovery_policy import Estimate, MeasuredTimes, describe
 
 Happened = tuple[float, str] | tuple[float, str, dict[str, Any]]
 STARTED: list[Happened] = [(0, "supervising"), (30, "training")]
