@@ -123,8 +123,3 @@ def hit(program: Program, folder: Path, fault: Callable[[Job], None], **shape: A
     finally:
         job.cluster.destroy()
     return job
-
-
-def log_of(job: Job, rank: int) -> str:
-    """What a rank has printed in all its incarnations."""
-    return (job.folder / "logs" / f"rank{rank}.log").read_text(errors="replace")

@@ -433,3 +433,8 @@ def run_alone(
 
 Uninterrupted = Callable[[int, int], Result]
 """The fixture ``uninterrupted``: ranks and iterations to what they compute without faults."""
+
+
+def log_of(job: Job, rank: int) -> str:
+    """What a rank has printed in all its incarnations."""
+    return (job.folder / "logs" / f"rank{rank}.log").read_text(errors="replace")

@@ -196,11 +196,6 @@ def steps_after(trace: Path, rank: int, last: int) -> dict[int, tuple[str | None
     return {at: (line.loss, line.samples) for at, line in found.items() if at > last}
 
 
-def log_of(job: Job, rank: int) -> str:
-    """What a rank has printed in all its incarnations."""
-    return (job.folder / "logs" / f"rank{rank}.log").read_text(errors="replace")
-
-
 def has_reached(trace: Path, iteration: int) -> bool:
     """Whether rank 1 has got so far, by the trace of its training."""
     return any(line.iteration >= iteration for line in read_trace(trace, 1))

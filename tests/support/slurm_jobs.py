@@ -10,16 +10,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import pytest
+
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.launchers.virtual import default_root
 from tests.support.jobs import EXAMPLE, ROOT, Result, read_losses
-from tests.support.slurm_cluster import SlurmCluster
+from tests.support.slurm_cluster import SlurmCluster, missing
 from tests.support.warm_host import is_client
 
 SCRIPT = ROOT / "scripts" / "slurm" / "pretrain_gpt_inmem.sbatch"
 ITERATIONS = 40
 WAIT_SECONDS = 200.0
+_MISSING = missing()
+NEEDS_SLURM = [
+    pytest.mark.slurm,
+    pytest.mark.mpi,
+    pytest.mark.skipif(bool(_MISSING), reason=_MISSING),
+]
+"""Marks of tests that submit jobs."""
+
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL")
 
 

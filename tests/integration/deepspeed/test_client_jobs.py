@@ -27,11 +27,10 @@ from tests.support.deepspeed_jobs import (  # noqa: E402
     Program,
     hit,
     kill_held_rank,
-    log_of,
     lose_node_of_held_rank,
     train_alone,
 )
-from tests.support.jobs import ROOT, Job  # noqa: E402
+from tests.support.jobs import ROOT, Job, log_of  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("warm_client_trainers"),

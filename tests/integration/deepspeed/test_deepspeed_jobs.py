@@ -17,11 +17,10 @@ from tests.support.deepspeed_jobs import (
     go_on_alone,
     hit,
     kill_held_rank,
-    log_of,
     lose_node_of_held_rank,
     train_alone,
 )
-from tests.support.jobs import ROOT, trainers_with
+from tests.support.jobs import ROOT, log_of, trainers_with
 from tests.support.no_pickle import check_holds_no_pickle
 
 pytestmark = [

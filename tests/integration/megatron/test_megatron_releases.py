@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import ROOT, trainers_with
-from tests.support.megatron_jobs import check_identical, log_of, needs_megatron, packaged
+from tests.support.jobs import ROOT, log_of, trainers_with
+from tests.support.megatron_jobs import check_identical, needs_megatron, packaged
 
 RELEASES = ROOT / ".venv" / "megatron-core"
 """Where scripts/lib/environment.sh puts releases beside the one in the environment itself."""

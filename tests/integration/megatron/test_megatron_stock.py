@@ -16,11 +16,10 @@ import pytest
 
 from megatron_ft.core import startup
 from tests.support import traced_script
-from tests.support.jobs import ROOT
+from tests.support.jobs import ROOT, log_of
 from tests.support.megatron_jobs import (
     SNAPSHOTS,
     check_identical,
-    log_of,
     needs_megatron,
     stock,
 )

@@ -11,22 +11,17 @@ import pytest
 
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB
-from tests.support import slurm_cluster
 from tests.support.jobs import EXAMPLE, TORCHRUN, Uninterrupted, difference
 from tests.support.slurm_cluster import SlurmCluster
-from tests.support.slurm_jobs import ITERATIONS, SlurmJob, Submit
+from tests.support.slurm_jobs import ITERATIONS, NEEDS_SLURM, SlurmJob, Submit
 
 MPICH = "MPICH_PREFIX"
 
-MISSING = slurm_cluster.missing()
-
 pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.mpi,
+    *NEEDS_SLURM,
     pytest.mark.all_layouts,
     pytest.mark.usefixtures("warm_trainers"),
     pytest.mark.timeout(900),
-    pytest.mark.skipif(bool(MISSING), reason=MISSING),
 ]
 
 

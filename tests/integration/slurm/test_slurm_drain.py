@@ -8,16 +8,13 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.core.environment import NODE
-from tests.support import slurm_cluster
 from tests.support.jobs import Uninterrupted, difference
 from tests.support.slurm_cluster import SlurmCluster
-from tests.support.slurm_jobs import Submit
+from tests.support.slurm_jobs import NEEDS_SLURM, Submit
 
 ITERATIONS = 160
 
-MISSING = slurm_cluster.missing()
-
-pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+pytestmark = NEEDS_SLURM
 
 
 @pytest.mark.timeout(300)

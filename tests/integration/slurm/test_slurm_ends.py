@@ -7,21 +7,16 @@ import shutil
 import pytest
 
 from megatron_ft.launchers.virtual import default_root
-from tests.support import slurm_cluster
 from tests.support.jobs import Uninterrupted, difference
 from tests.support.slurm_cluster import SlurmCluster
-from tests.support.slurm_jobs import ITERATIONS, Submit
+from tests.support.slurm_jobs import ITERATIONS, NEEDS_SLURM, Submit
 
 FLAGS = "--lease-seconds 4 --drain-stop-seconds 100"
 """A machine that is busy with other tests takes long to start what drains."""
 
-MISSING = slurm_cluster.missing()
-
 pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.mpi,
+    *NEEDS_SLURM,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(MISSING), reason=MISSING),
 ]
 
 

@@ -7,26 +7,13 @@ import sys
 from importlib.metadata import distribution
 from pathlib import Path
 
-import pytest
-
 from megatron_ft.core.startup import before_script
 from tests.programs.held_in_step import sitecustomize as held
-from tests.support import slurm_cluster
 from tests.support.megatron_fewer import NO_DROPOUT
-from tests.support.megatron_jobs import check_fewer_ranks, has_reached, needs_megatron, packaged
-from tests.support.slurm_jobs import Submit
+from tests.support.megatron_jobs import LONG_JOB, check_fewer_ranks, has_reached, packaged
+from tests.support.slurm_jobs import NEEDS_SLURM, Submit
 
-MISSING = slurm_cluster.missing()
-
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.mpi,
-    pytest.mark.megatron,
-    pytest.mark.all_layouts,
-    pytest.mark.timeout(900),
-    needs_megatron,
-    pytest.mark.skipif(bool(MISSING), reason=MISSING),
-]
+pytestmark = [*NEEDS_SLURM, *LONG_JOB]
 
 
 def test_megatrons_loop_goes_on_with_two_of_four_nodes(

@@ -7,17 +7,12 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.launchers.virtual import default_root
-from tests.support import slurm_cluster
 from tests.support.jobs import Uninterrupted, difference
-from tests.support.slurm_jobs import ITERATIONS, Submit
-
-MISSING = slurm_cluster.missing()
+from tests.support.slurm_jobs import ITERATIONS, NEEDS_SLURM, Submit
 
 pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.mpi,
+    *NEEDS_SLURM,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(MISSING), reason=MISSING),
 ]
 
 

@@ -10,16 +10,13 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.launchers.virtual import default_root
-from tests.support import slurm_cluster
 from tests.support.jobs import Uninterrupted, difference
 from tests.support.slurm_cluster import SlurmCluster
-from tests.support.slurm_jobs import ENDED, WAIT_SECONDS, Submit
+from tests.support.slurm_jobs import ENDED, NEEDS_SLURM, WAIT_SECONDS, Submit
 
 ITERATIONS = 70
 
-MISSING = slurm_cluster.missing()
-
-pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+pytestmark = NEEDS_SLURM
 
 
 @pytest.mark.timeout(600)

@@ -11,36 +11,24 @@ import sys
 from importlib.metadata import distribution
 from pathlib import Path
 
-import pytest
-
 from megatron_ft.cli.demo.final_state import compare_runs
 from megatron_ft.core.startup import before_script
 from tests.programs.held_in_step import sitecustomize as held
-from tests.support import slurm_cluster, traced_script
+from tests.support import traced_script
 from tests.support.megatron_jobs import (
     ITERATIONS,
+    LONG_JOB,
     RANKS,
     SNAPSHOTS,
     Program,
     has_reached,
-    needs_megatron,
     packaged,
     stock,
     train_alone,
 )
-from tests.support.slurm_jobs import Submit
+from tests.support.slurm_jobs import NEEDS_SLURM, Submit
 
-MISSING = slurm_cluster.missing()
-
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.mpi,
-    pytest.mark.megatron,
-    pytest.mark.all_layouts,
-    pytest.mark.timeout(900),
-    needs_megatron,
-    pytest.mark.skipif(bool(MISSING), reason=MISSING),
-]
+pytestmark = [*NEEDS_SLURM, *LONG_JOB]
 
 
 def program() -> Program:

@@ -26,7 +26,7 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotState
 from megatron_ft.cli.main import main
 from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.core.errors import ControlPlaneError, LayoutMismatchError, StaleIncarnationError
+from megatron_ft.core.errors import LayoutMismatchError, StaleIncarnationError
 from megatron_ft.core.identity import Ancestor
 from megatron_ft.core.private_files import spare_of
 from megatron_ft.rpc import client as client_module
@@ -715,19 +715,6 @@ def test_only_a_boundary_that_trainers_must_not_leave_has_to_lie_ahead(
         await link.demand(m.Abort(1, snapshot(1), "refused"), 30)
         await link.demand(m.Grant(1, snapshot(2), 3, stay=stay), 30)
         link.close()
-
-    run(story())
-
-
-def test_a_wrong_secret_gets_no_answer(node: SmpNode) -> None:
-    async def story() -> None:
-        link = await node.link(zmq.asyncio.Context.instance(), secret=bytes(32))
-        with pytest.raises(ControlPlaneError, match="node0"):
-            await link.ask(m.Admit(1, 60.0), 2)
-        link.close()
-        right = await node.link(zmq.asyncio.Context.instance())
-        assert isinstance(await right.ask(m.Admit(1, 60.0), 30), m.Inventory)
-        right.close()
 
     run(story())
 
