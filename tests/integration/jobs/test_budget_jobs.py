@@ -11,7 +11,19 @@ from megatron_ft.cli.main import main
 from megatron_ft.cli.training_command import check_command
 from megatron_ft.core.errors import RestartBudgetError
 from tests.support.jobs import Job
-from tests.support.registered_command import REGISTERED
+
+REGISTERED = """
+import os, sys
+from megatron_ft.trainer import manager
+from megatron_ft.core.identity import shard_id
+rank, incarnation = int(os.environ["RANK"]), int(os.environ["MEGATRON_FT_INCARNATION"])
+client = manager.connect(rank)
+client.hello(shard_id(dp=rank), ())
+if {condition}:
+    client.close()
+    sys.exit(f"this is rank {{rank}}")
+"""
+"""A command whose ranks register and then fail."""
 
 
 def job_of(folder: Path, made: list[Job], script: str, **given: object) -> Job:
