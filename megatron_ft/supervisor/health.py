@@ -58,6 +58,29 @@ def vote_of(status: int | None, said: str, seconds: float) -> Vote:
     return Vote("unknown" if status < 0 else "unhealthy", reason, status in CANNOT_RUN)
 
 
+async def ask_node(launcher: Launcher, node: str, command: str, seconds: float, log: Path) -> Vote:
+    """Run the health command on one node; ``log`` gets its output.
+
+    When this returns, or is cancelled, all that the command had started was killed.
+    """
+    argv = started_low([sys.executable, "-I", "-S", bounded_command.__file__, command])
+    environment = base_environment() | {TREE: uuid.uuid4().hex}
+    handle: ProcessHandle | None = None
+    status = None
+    try:
+        log.unlink(missing_ok=True)
+        handle = launcher.start(node, argv, environment, log)
+        status = await asyncio.wait_for(handle.wait(), seconds)
+    except asyncio.TimeoutError:
+        pass
+    except (ControlPlaneError, OSError) as error:
+        return Vote("unknown", str(error))
+    finally:
+        if handle is not None:
+            handle.kill()
+    return vote_of(status, last_word(log) if status else "", seconds)
+
+
 def node_at_fault(failures: Sequence[Failure]) -> str:
     """The node that the last two failures name, or the last proves, "" if there is none.  Pure.
 
@@ -128,24 +151,8 @@ class Health:
         return dict(zip(nodes, votes, strict=True))
 
     async def _vote_on(self, node: str) -> Vote:
-        path, seconds = self._log_of(node), self._spec.health_seconds
-        wrapper = [sys.executable, "-I", "-S", bounded_command.__file__]
-        argv = started_low([*wrapper, self._spec.health_command])
-        environment = base_environment() | {TREE: uuid.uuid4().hex}
-        handle: ProcessHandle | None = None
-        status = None
-        try:
-            path.unlink(missing_ok=True)
-            handle = self._launcher.start(node, argv, environment, path)
-            status = await asyncio.wait_for(handle.wait(), seconds)
-        except asyncio.TimeoutError:
-            pass
-        except (ControlPlaneError, OSError) as error:
-            return Vote("unknown", str(error))
-        finally:
-            if handle is not None:
-                handle.kill()
-        return vote_of(status, last_word(path) if status else "", seconds)
+        spec, path = self._spec, self._log_of(node)
+        return await ask_node(self._launcher, node, spec.health_command, spec.health_seconds, path)
 
     def _log_of(self, node: str) -> Path:
         return self._spec.log_dir / f"health-{node}.log"

@@ -18,6 +18,7 @@ from megatron_ft.cli.doctor.facts import (
     WorldFacts,
 )
 from megatron_ft.core.scheme import Scheme
+from megatron_ft.supervisor.health import Vote
 
 GIB = 1 << 30
 NODES = ("n0", "n1", "n2", "n3", "n4")
@@ -96,6 +97,7 @@ def facts(**changes: Any) -> Facts:
         world=world(),
         seen_here={"/drain": NODES, "/exports": NODES},
         no_kill=True,
+        votes=dict.fromkeys(NODES, Vote("healthy")),
     )
     return msgspec.structs.replace(good, **changes)
 

@@ -268,6 +268,7 @@ CHECKS: Mapping[str, Callable[[Facts], Iterable[Finding]]] = {
     "containers": node_checks.containers,
     "RemoveIPC": node_checks.remove_ipc,
     "encoders": encoders,
+    "health": node_checks.health,
     "drain folder": drain_folder,
     "export folder": export_folder,
 }

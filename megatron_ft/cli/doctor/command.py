@@ -168,6 +168,8 @@ def wishes_of(
         rank_rule=None if megatron is None or refusals else fewer_ranks.rule_of(megatron),
         shrink_refusals=tuple(refusals),
         deepspeed=section is not None and section.enabled,
+        health_command=arguments.health_command or "",
+        health_seconds=arguments.health_seconds,
         command_python=not command or python_of(command) is not None,
     )
 

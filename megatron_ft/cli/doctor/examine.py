@@ -31,6 +31,7 @@ from megatron_ft.launchers import container
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.launchers.slurm.allocation import no_kill
+from megatron_ft.supervisor.health import Vote, ask_node
 
 PROBE_SECONDS = 120.0
 T = TypeVar("T")
@@ -65,17 +66,27 @@ class Examination:
             }
         trainers = await asyncio.gather(*(self._as_trainer(node) for node in nodes))
         exports = self._wishes.export_dir
+        answered = [n for n, said in zip(nodes, probed, strict=True) if isinstance(said, NodeFacts)]
         return Facts(
             wishes=self._wishes,
             nodes=dict(zip(nodes, probed, strict=True)),
             trainers=dict(zip(nodes, trainers, strict=True)),
-            world=await self._world(
-                [n for n, said in zip(nodes, probed, strict=True) if isinstance(said, NodeFacts)]
-            ),
+            world=await self._world(answered),
             seen_here=seen,
             no_kill=await asyncio.to_thread(no_kill),
             exporter=held_by_other(Path(exports), self._wishes.job) if exports else "",
+            votes=await self._votes(answered),
         )
+
+    async def _votes(self, nodes: Sequence[str]) -> dict[str, Vote]:
+        """Votes of the health command, run at the same time everywhere; {} without one."""
+        command, seconds = self._wishes.health_command, self._wishes.health_seconds
+        voters = nodes if command else ()
+        asked = (
+            ask_node(self._launcher, node, command, seconds, self._folder / f"health-{node}.log")
+            for node in voters
+        )
+        return dict(zip(voters, await asyncio.gather(*asked), strict=True))
 
     async def _world(self, nodes: Sequence[str]) -> WorldFacts | None:
         if not self._wishes.scheme.parity_members or not nodes:

@@ -6,15 +6,18 @@ A process's answer comes back as one marked line of JSON among whatever else its
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from megatron_ft.arena.limits import MemoryReading
 from megatron_ft.core.identity import RankRule
 from megatron_ft.core.scheme import Scheme
+
+if TYPE_CHECKING:
+    from megatron_ft.supervisor.health import Vote
 
 
 class ProbeRequest(msgspec.Struct, frozen=True):
@@ -138,6 +141,8 @@ class Wishes(msgspec.Struct, frozen=True):
     shrinks: bool = False
     rank_rule: RankRule | None = None
     shrink_refusals: tuple[str, ...] = ()
+    health_command: str = ""
+    health_seconds: float = 0.0
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -155,7 +160,7 @@ class Facts(msgspec.Struct, frozen=True):
 
     ``seen_here`` are, by folder, the nodes whose files are seen in it where the doctor runs.
     ``no_kill`` is None outside of Slurm, else whether ``--no-kill`` is seen.  ``exporter`` is the
-    other job that exports to the folder now, in words.
+    other job that exports to the folder now, in words.  ``votes`` are those of the health command.
     """
 
     wishes: Wishes
@@ -165,6 +170,7 @@ class Facts(msgspec.Struct, frozen=True):
     seen_here: dict[str, tuple[str, ...]] = {}
     no_kill: bool | None = None
     exporter: str = ""
+    votes: Mapping[str, Vote] = {}
 
     @property
     def answered(self) -> dict[str, NodeFacts]:

@@ -14,6 +14,7 @@ from megatron_ft.cli.doctor.report import Finding, Severity, by_node, ok, refuse
 from megatron_ft.core.frameworks import DEEPSPEED, MEGATRON, Releases, version_numbers
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import Domains, members_of, stripe_sets
+from megatron_ft.supervisor.health import Vote
 
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 OLDEST_PYTHON = (3, 10)
@@ -203,3 +204,18 @@ def remove_ipc(facts: Facts) -> list[Finding]:
         return warn(text, "RemoveIPC=no in /etc/systemd/logind.conf, or `loginctl enable-linger`")
 
     return by_node(facts.answered, judge)
+
+
+def health(facts: Facts) -> list[Finding]:
+    """The health command, run once on each node as before a start."""
+    votes = facts.votes
+
+    def judge(vote: Vote) -> Finding:
+        if vote.verdict == "healthy":
+            return ok("the health command succeeds")
+        text = f"the health command: {vote.reason}"
+        if all(other.unrunnable for other in votes.values()):
+            return refuse(text, "give its path on the nodes, and make it executable")
+        return warn(text, "repair it: a node that fails is used only without a spare")
+
+    return by_node(votes, judge)

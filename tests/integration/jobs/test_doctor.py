@@ -183,6 +183,7 @@ def test_doctor_takes_runs_flags_and_names_each_cause(small_tmpfs: Path, tmp_pat
         sys.executable, "-m", "megatron_ft.cli.main", "doctor", "--json",
         "--nodes", "2", "--spares", "1", "--arena-dir", str(small_tmpfs), "--shard-gib", "0.1",
         "--failure-domains", str(tmp_path / "racks"), "--state-dir", str(tmp_path / "state"),
+        "--health-command", "test $MEGATRON_FT_NODE != node0 || sleep 99", "--health-seconds", "2",
         "--", sys.executable, "train.py", "--inmem-snapshot", "--inmem-protect", "xor:2",
         "--inmem-drain-dir", str(drain), "--inmem-drain-interval", "5",
         "--inmem-drain-export-dir", str(tmp_path / "held"),
@@ -205,6 +206,9 @@ def test_doctor_takes_runs_flags_and_names_each_cause(small_tmpfs: Path, tmp_pat
     assert found["same arena"]["verdict"] == "ok"
     assert "SMP, trainer and encoder" in found["same arena"]["text"]
     assert found["encoders"]["verdict"] == "ok" and "MPI" in found["encoders"]["text"], report
+    health = next(f for f in report["findings"] if f["check"] == "health")
+    assert (health["nodes"], health["verdict"]) == (["node0"], "warning")
+    assert "it has not ended within 2 s" in health["text"]
     assert os.listdir(small_tmpfs) == [] == os.listdir(tmp_path / "state")
     assert not (tmp_path / "made").exists()
 

@@ -25,6 +25,7 @@ from megatron_ft.erasure.transport import Transport
 from megatron_ft.launchers.container import python_of
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.launchers.slurm.allocation import asks_no_kill
+from megatron_ft.supervisor.health import vote_of
 from tests.support.doctor_facts import (
     GIB,
     NODES,
@@ -49,6 +50,10 @@ OLD = PACKAGES | {"megatron-core": "0.16.9", "deepspeed": "0.18.0"}
 
 def with_folder(name: str, **changes: object) -> Facts:
     return with_node("n2", folders=folders(name, **changes))
+
+
+def with_vote(status: int | None, said: str = "") -> Facts:
+    return facts(votes={**facts().votes, "n2": vote_of(status, said, 30.0)})
 
 
 # What is wrong, which check says so and how, and the node that must be named ("" for none).
@@ -90,6 +95,11 @@ CASES: list[tuple[Facts, str, str, str, str]] = [
      "halves of the nodes make worlds", ""),
     (facts(world=world(tcp=True, no_mpi="no libmpi.so")), "encoders", "warning",
      "because no MPI can be loaded: no libmpi.so", ""),
+    (with_vote(1, "too hot"), "health", "warning", "it ended with 1: too hot", "n2"),
+    (with_vote(126, "denied"), "health", "warning", "it ended with 126: denied", "n2"),
+    (with_vote(None), "health", "warning", "it has not ended within 30 s", "n2"),
+    (facts(votes=dict.fromkeys(NODES, vote_of(127, "not found", 30.0))), "health", "refused",
+     "it ended with 127: not found", ""),
     (facts(wishes=wishes(drain_dir="")), "drain folder", "warning", "no --drain-dir", ""),
     (with_folder("/drain", error="Read-only file system"), "drain folder", "refused",
      "Read-only", "n2"),
