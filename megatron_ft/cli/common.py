@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from megatron_ft.config import SETTINGS
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.launchers.virtual import default_root
+from megatron_ft.rpc.local_query import sockets
 
 if TYPE_CHECKING:
     from megatron_ft.checkpoint.live import LiveSource
@@ -56,6 +58,7 @@ def discard_output() -> None:
 
 
 _SETTING = SETTINGS["arena_dir"]
+_THE_JOB = "the only one here"
 
 
 def add_argument(parser: argparse.ArgumentParser) -> None:
@@ -76,9 +79,37 @@ def root_of(arguments: argparse.Namespace) -> Path:
     return named or default_root()
 
 
+def add_job_name(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--job``, for commands that are about one job."""
+    parser.add_argument("--job", help=f"name of the job (default: {_THE_JOB})")
+    parser.set_defaults(job_of=the_job)
+
+
+def the_job(arguments: argparse.Namespace) -> str:
+    """The job that is meant without ``--job``; ConfigError unless there is exactly one.
+
+    It is in the memory of this machine or has notes.  If there is none, it is the one that has
+    ended last.
+    """
+    from megatron_ft.supervisor.event_log import EVENTS
+    from megatron_ft.supervisor.job_state import noted_jobs, state_folder
+
+    state_dir = getattr(arguments, "state_dir", None)
+    found = noted_jobs(state_dir)
+    if "arena_dir" in arguments:
+        found |= {path.parent.parent.name for path in sockets(root_of(arguments), None)}
+    ended = state_folder("any", state_dir).parent.glob(f"*/{EVENTS}")
+    for path in sorted(ended, key=lambda path: path.stat().st_mtime)[-1:]:
+        found = found or {path.parent.name}
+    if len(found) == 1:
+        return found.pop()
+    there = f"are several jobs ({', '.join(sorted(found))})" if found else "is no job"
+    raise ConfigError(f"there {there} here: give --job, and --state-dir if it has one")
+
+
 def add_job(parser: argparse.ArgumentParser) -> None:
     """Declare ``--job`` and ``--state-dir``, for commands that read the notes of one job."""
-    parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
+    add_job_name(parser)
     parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
 
 
@@ -91,14 +122,13 @@ def add_folders(parser: argparse.ArgumentParser) -> None:
 def add_source(parser: argparse.ArgumentParser) -> None:
     """Declare ``--job`` or ``--from``, ``--iteration`` and the folders of ``open_source``."""
     source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--job", default="job", help="job whose memory is read (default: %(default)s)"
-    )
+    source.add_argument("--job", help=f"job whose memory is read (default: {_THE_JOB})")
     source.add_argument(
         "--from", dest="source", type=Path, metavar="DRAINED", help="drained checkpoint instead"
     )
     parser.add_argument("--iteration", type=int, help="this one instead of the newest")
     add_folders(parser)
+    parser.set_defaults(job_of=lambda given: the_job(given) if given.source is None else None)
 
 
 def open_source(arguments: argparse.Namespace) -> SnapshotSource:

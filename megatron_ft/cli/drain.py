@@ -28,7 +28,7 @@ from megatron_ft.supervisor.job_state import known_shards
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft drain``."""
-    parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
+    common.add_job_name(parser)
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to write")
     parser.add_argument("--iteration", type=int, help="this one instead of the newest")
     common.add_folders(parser)

@@ -34,7 +34,7 @@ LOOK_SECONDS = 0.1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft evacuate``."""
     parser.add_argument("node", metavar="NODE", help="its name, as `megatron-ft status` shows it")
-    parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
+    common.add_job_name(parser)
     parser.add_argument(
         "--undo", action="store_true", help="let a node that was evacuated be a spare again"
     )

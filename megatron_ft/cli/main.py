@@ -3,6 +3,7 @@
 A subcommand's module offers ``add_arguments(parser)`` and ``main(arguments) -> exit code``.
 Its docstring is its description; an optional ``EXIT_CODES`` mapping adds to the common ones.
 ``arguments.command`` holds the name that the user typed, for modules that serve two names.
+A parser's default ``job_of(arguments) -> name`` chooses the job that is meant without ``--job``.
 """
 
 from __future__ import annotations
@@ -128,7 +129,10 @@ def _run(command: Command, module: ModuleType, argv: list[str]) -> int:
     )
     module.add_arguments(parser)
     parser.set_defaults(command=command.name)
-    return int(module.main(parser.parse_args(argv)))
+    arguments = parser.parse_args(argv)
+    if "job_of" in arguments and arguments.job is None:
+        arguments.job = arguments.job_of(arguments)
+    return int(module.main(arguments))
 
 
 def _overview_parser() -> argparse.ArgumentParser:

@@ -15,7 +15,7 @@ from megatron_ft.rpc.local_query import ask, sockets
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft pause`` and ``megatron-ft resume``."""
-    parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
+    common.add_job_name(parser)
     common.add_argument(parser)
 
 

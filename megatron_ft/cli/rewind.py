@@ -28,7 +28,7 @@ from megatron_ft.supervisor.job_state import (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft rewind``."""
-    parser.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
+    common.add_job_name(parser)
     parser.add_argument(
         "--before-iteration", type=int, required=True, metavar="N", help="the first to give up"
     )

@@ -8,7 +8,7 @@ from memory.
 Nodes are virtual (groups of processes of this machine) by default.  They are those of the Slurm
 job in whose batch script this runs (docs/how-to/slurm.md), or those on which another launcher
 started an agent (docs/how-to/launchers.md).  If this command itself is killed, run it again with
-the same --job: it takes over the snapshots in memory.
+the same --job, or without one in the same folder: it takes over the snapshots in memory.
 
 Settings may stand in the training command instead, as --inmem-<name>, and then must not
 contradict these.  The environment (MEGATRON_FT_<NAME>) gives the settings without a flag.
@@ -34,6 +34,7 @@ from megatron_ft.cli.training_command import (
     check_command,
     check_torchrun,
     command_of,
+    job_name,
     settle,
     settle_ranks,
 )
@@ -93,7 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the job")
-    group.add_argument("--job", default="job", help="name of the job (default: %(default)s)")
+    group.add_argument(
+        "--job",
+        help="name of the job (default: that of the script, with a number that follows from the "
+        "user, the working folder and the training command)",
+    )
+    parser.set_defaults(job_of=job_name)
     group.add_argument(
         "--nodes",
         type=int,
@@ -225,6 +231,7 @@ def main(arguments: argparse.Namespace) -> int:
     code = run_place.serve(arguments)
     if code is not None:
         return code
+    say(f"megatron-ft: job {arguments.job}")
     notes = state_folder(arguments.job, arguments.state_dir)
     meeting = run_place.meeting_folder(arguments)
     place = run_place.place_of(arguments, settings.arena_dir, notes, meeting, settings.on_no_spare)

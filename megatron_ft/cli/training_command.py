@@ -9,7 +9,10 @@ training.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
+import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +35,9 @@ from megatron_ft.core.errors import ConfigError
 
 _PYTHON_SWITCHES = tuple("-" + letter for letter in "bBdEhiIOPqsSuvx")
 
+# The path of a socket in the job's folder has at most 107 bytes.
+_STEM_LETTERS = 16
+
 SHARED = tuple(setting for setting in SETTINGS.values() if setting.job)
 """Settings that ``megatron-ft run`` has flags for."""
 
@@ -40,6 +46,19 @@ def command_of(arguments: argparse.Namespace) -> list[str]:
     """The training command, without the ``--`` that separates it."""
     command: list[str] = arguments.training_command
     return command[1:] if command[:1] == ["--"] else command
+
+
+def job_name(arguments: argparse.Namespace) -> str:
+    """The name of a job without ``--job``: the same for the same command, started again.
+
+    Other commands, and those of other folders and users, have other names.
+    """
+    command = command_of(arguments)
+    script = next((word for word in command if word.endswith(".py")), *command[:1] or ["job"])
+    stem = re.sub(r"\W+", "-", Path(script).stem, flags=re.ASCII)[:_STEM_LETTERS].strip("-")
+    given = "\0".join([str(os.geteuid()), os.getcwd(), *command])
+    number = hashlib.blake2b(os.fsencode(given), digest_size=4).hexdigest()
+    return f"{stem or 'job'}-{number}"
 
 
 def check_command(command: Sequence[str]) -> None:

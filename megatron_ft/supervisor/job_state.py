@@ -229,6 +229,11 @@ def known_shards(name: str, state_dir: Path | None = None) -> dict[str, ShardPla
     return {} if record is None else record.shards
 
 
+def noted_jobs(state_dir: Path | None = None) -> set[str]:
+    """Names of the jobs that have notes there: they run, or are kept for the same command."""
+    return {path.parent.name for path in state_folder("any", state_dir).parent.glob(f"*/{_FILE}")}
+
+
 def read_record(folder: Path, name: str) -> JobRecord | None:
     """The record in a state folder without taking the lock; None if there is none.
 

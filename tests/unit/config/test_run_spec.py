@@ -54,7 +54,7 @@ def spec(tmp_path: Path) -> JobSpec:
     parser = argparse.ArgumentParser()
     run.add_arguments(parser)
     words = [word for pair in GIVEN.items() for word in pair]
-    arguments = parser.parse_args([*words, "--", "python", "train.py"])
+    arguments = parser.parse_args(["--job", "job", *words, "--", "python", "train.py"])
     command = command_of(arguments)
     settings = settle(vars(arguments), command, {})
     # Longer paths would not fit into the address of a socket.

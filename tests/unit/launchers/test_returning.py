@@ -28,6 +28,6 @@ def test_a_lost_node_is_waited_for_and_reported_once(tmp_path: Path) -> None:
 def test_only_a_job_that_chooses_its_way_waits_for_them(tmp_path: Path, policy: str) -> None:
     parser = argparse.ArgumentParser()
     run.add_arguments(parser)
-    arguments = parser.parse_args(["--hold-seconds", "7", "--", "true"])
+    arguments = parser.parse_args(["--job", "job", "--hold-seconds", "7", "--", "true"])
     place = run_place.place_of(arguments, tmp_path / "root", tmp_path, tmp_path, policy)
     assert (place.hosts is not None and place.hosts.seconds == 7) == (policy == "auto")
