@@ -54,6 +54,7 @@ COMMANDS = (
     Command(
         "chaos", "megatron_ft.cli.chaos.command", "inject faults at named points and judge the job"
     ),
+    Command("completion", "megatron_ft.cli.completion", "print the completion for bash or zsh"),
     Command("clean", "megatron_ft.cli.clean", "remove the memory of jobs that no longer run"),
 )
 
@@ -69,6 +70,7 @@ _HOW_TO_GET = {
     "replace the one you have",
     "megatron": "install Megatron, or on Python >= 3.12: pip install 'megatron-ft[megatron]'",
     "deepspeed": "pip install 'megatron-ft[deepspeed]'",
+    "shtab": "pip install 'megatron-ft[completion]'",
     "mpi4py": "build mpi4py against your cluster's MPI, or: pip install 'megatron-ft[mpi]'",
 }
 

@@ -115,6 +115,35 @@ def test_help_shows_what_few_need_only_on_request(capsys: pytest.CaptureFixture[
     assert "  --lease-seconds " in shown["--help-all"] and "  --protect " in shown["--help-all"]
 
 
+def test_completion_knows_commands_flags_and_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    (tmp_path / "hosts").touch()
+
+    def offered(*words: str) -> list[str]:
+        line = shlex.join(("megatron-ft", *words))
+        program = (
+            f"source ./script; COMP_WORDS=({line}); COMP_CWORD={len(words)}; "
+            "$(complete -p megatron-ft | grep -o -- '-F [^ ]*' | cut -c4-); "
+            "printf '%s\\n' \"${COMPREPLY[@]}\""
+        )
+        done = subprocess.run(
+            ["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=30
+        )
+        assert not done.stderr
+        return sorted(done.stdout.split())
+
+    assert offered("e") == ["evacuate", "export"]
+    assert offered("run", "--prot") == ["--protect"]
+    assert offered("run", "--launcher", "s") == ["slurm"]
+    assert offered("run", "--hostfile", "ho") == ["hosts"]
+    assert offered("run", "--nodes", "2", "--", "ho") == ["hosts"]
+    assert cli.main(["completion", "zsh"]) == 0
+    assert capsys.readouterr().out.startswith("#compdef megatron-ft")
+
+
 def test_config_shows_each_setting_and_where_it_was_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
