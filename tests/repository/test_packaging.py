@@ -6,10 +6,12 @@ import ast
 import base64
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from importlib import metadata
@@ -17,11 +19,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 
 from megatron_ft.cli import init
 
 REPOSITORY = Path(__file__).parents[2]
 SOURCE_FOLDERS = ("megatron_ft", "deepspeed_ext", "tests", "examples", "benchmarks", "scripts")
+URL = "https://files.example/v1"
 SHIPPED = ("scripts", "configs", "examples", "patches")
 CORE_DEPENDENCIES = {"msgspec", "numpy", "pyeclib", "pyzmq"}
 
@@ -77,18 +81,32 @@ def pip(*arguments: str | Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def our_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package's wheel, built from a copy, since a build leaves files in its source folder."""
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the source package: those of ``scripts/release.sh``, which names
+    it in PACKAGES, else made by it from a copy of this checkout."""
+    if made := os.environ.get("PACKAGES"):
+        return Path(made)
     source = tmp_path_factory.mktemp("source")
-    for folder in ("megatron_ft", "deepspeed_ext", *SHIPPED):
-        if (REPOSITORY / folder).exists():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(REPOSITORY / folder, source / folder, ignore=ignored)
+    for folder in ("megatron_ft", "deepspeed_ext", "tests", "benchmarks", *SHIPPED):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / folder, source / folder, ignore=ignored)
     for file in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
         shutil.copy(REPOSITORY / file, source)
-    wheels = tmp_path_factory.mktemp("wheels")
-    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", wheels, source)
-    (wheel,) = wheels.glob("megatron_ft-*.whl")
+    folder = tmp_path_factory.mktemp("packages")
+    done = subprocess.run(
+        [REPOSITORY / "scripts" / "release.sh", URL, folder],
+        env={**os.environ, "SOURCE": str(source), "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def our_wheel(packages: Path) -> Path:
+    (wheel,) = packages.glob("megatron_ft-*.whl")
     return wheel
 
 
@@ -194,6 +212,29 @@ def test_wheel_contains_every_module_and_nothing_else(our_wheel: Path) -> None:
     assert any(n.endswith(".dist-info/licenses/LICENSE") for n in names)
 
 
+def test_source_package_contains_what_the_wheel_is_made_of(packages: Path) -> None:
+    (path,) = packages.glob("megatron_ft-*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    made = {n for n in names if ".egg-info/" not in n} - {"PKG-INFO", "setup.cfg"}
+    assert made >= {*init.shipped(), "pyproject.toml", "setup.py", "LICENSE", "README.md"}
+    assert {n.partition("/")[0] for n in made if "/" in n} == {
+        "megatron_ft",
+        "deepspeed_ext",
+        *SHIPPED,
+    }
+
+
+def test_links_of_the_packed_readme_are_absolute(our_wheel: Path) -> None:
+    (package,) = metadata.distributions(name="megatron-ft", path=[str(our_wheel)])
+    text = package.metadata.get_payload()
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert len(links) > 50
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    readme = (REPOSITORY / "README.md").read_text()
+    assert f"({URL}/docs/assets/demo.png)" in text and "(docs/assets/demo.png)" in readme
+
+
 def light_modules() -> list[str]:
     root = REPOSITORY / "megatron_ft"
     files = [root / f"{name}.py" for name in LIGHT_MODULES]
@@ -240,9 +281,26 @@ def test_every_file_parses_as_python_3_10() -> None:
 
 @pytest.mark.parametrize(
     "script",
-    ["scripts/quickstart.sh", "scripts/test.sh", "scripts/patch-megatron.sh", ".ci/run"],
+    [
+        "scripts/quickstart.sh",
+        "scripts/release.sh",
+        "scripts/test.sh",
+        "scripts/patch-megatron.sh",
+        ".ci/run",
+    ],
 )
 def test_scripts_are_executable_and_parse(script: str) -> None:
     path = REPOSITORY / script
     assert path.stat().st_mode & 0o111 == 0o111
     subprocess.run(["bash", "-n", str(path)], check=True, timeout=30)
+
+
+def test_hooks_before_a_commit_start_tools_of_the_environment() -> None:
+    hooks = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())
+    given = [hook for repo in hooks["repos"] for hook in repo["hooks"]]
+    assert [repo["repo"] for repo in hooks["repos"]] == ["local"] and len(given) == 3
+    for hook in given:
+        program, *words = hook["entry"].split()
+        assert program.startswith(".venv/bin/") and hook["language"] == "system"
+        command = [Path(sys.executable).with_name(Path(program).name), *words, "--help"]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True, timeout=60)
