@@ -18,7 +18,7 @@ from deepspeed_ext import clients
 from deepspeed_ext.hooks import attach, install_after_import
 
 if TYPE_CHECKING:
-    from deepspeed_ext.clients.accelerator import InMemoryState
+    from deepspeed_ext.clients.accelerator import in_memory_state as InMemoryState
     from megatron_ft.trainer.resumable_loader import ResumableLoader
 
 __all__ = ["InMemoryState", "ResumableLoader", "attach", "set_client_state"]
@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
 
         return ResumableLoader
     if name == "InMemoryState":
-        from deepspeed_ext.clients.accelerator import InMemoryState
+        from deepspeed_ext.clients.accelerator import in_memory_state
 
-        return InMemoryState
+        return in_memory_state
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,11 +7,9 @@ updates some of them itself, as a momentum teacher, is refused: its snapshots wo
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from deepspeed_ext.optimizers.view import plain_fields, set_fields
@@ -224,13 +222,3 @@ def _tracker() -> Any:
     from deepspeed.runtime.activation_checkpointing import checkpointing
 
     return checkpointing.get_cuda_rng_tracker()
-
-
-def drawn() -> tuple[Any, ...]:
-    """The states of the process's generators, to be compared."""
-    _, keys, position, *rest = np.random.get_state()
-    return (
-        random.getstate(),
-        (np.asarray(keys).tobytes(), position, *rest),
-        torch.get_rng_state().numpy().tobytes(),
-    )

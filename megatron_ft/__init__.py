@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from megatron_ft.config import SnapshotConfig
     from megatron_ft.core.identity import RankRule
     from megatron_ft.core.object_classes import register_class
+    from megatron_ft.trainer.accelerator_state import InMemoryState
     from megatron_ft.trainer.manager import SnapshotManager
     from megatron_ft.trainer.resilient import run_resilient
     from megatron_ft.trainer.resumable_loader import ResumableLoader
     from megatron_ft.trainer.state import RngState
 
 __all__ = [
+    "InMemoryState",
     "RankRule",
     "ResumableLoader",
     "RngState",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "InMemoryState": "megatron_ft.trainer.accelerator_state",
     "RankRule": "megatron_ft.core.identity",
     "ResumableLoader": "megatron_ft.trainer.resumable_loader",
     "RngState": "megatron_ft.trainer.state",

@@ -33,7 +33,7 @@ from deepspeed_ext.client_state import CLIENT, set_client_state
 from deepspeed_ext.early_start import EarlyStart
 from deepspeed_ext.hooks import run_of
 from deepspeed_ext.state import RANDOM
-from deepspeed_ext.state_parts import RandomStates, drawn
+from deepspeed_ext.state_parts import RandomStates
 from megatron_ft.config import environment_source, resolve
 from megatron_ft.config.json_section import Section
 from megatron_ft.core.environment import NODE_DIR
@@ -41,6 +41,7 @@ from megatron_ft.core.errors import UnencodableError
 from megatron_ft.core.identity import shard_id
 from megatron_ft.core.objects import encode
 from megatron_ft.trainer.loader_position import samplers_of
+from megatron_ft.trainer.state import drawn
 
 log = logging.getLogger(__name__)
 

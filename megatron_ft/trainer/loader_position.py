@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -159,7 +160,7 @@ class LoaderPosition:
         return self._skip(place["consumed"], place["begun"]["first"])
 
     def _skip(self, consumed: int, first_pass: bool) -> Iterator[Any]:
-        return _dropped(iter(self.loader), consumed)
+        return dropped(iter(self.loader), consumed)
 
 
 class SamplerPosition(LoaderPosition):
@@ -170,23 +171,11 @@ class SamplerPosition(LoaderPosition):
         self._name, self._items = name, items
 
     def _skip(self, consumed: int, first_pass: bool) -> Iterator[Any]:
-        # Not setattr: DataLoader guards against changes while an iterator is under way.
-        attributes = vars(self.loader)
-        sampler = SkippingSampler(attributes[self._name], consumed * self._items)
-        changed: dict[str, Any] = {self._name: sampler}
-        if attributes.get("persistent_workers"):
-            attributes["_iterator"] = None
-            if not first_pass:  # it reused workers, and drew no seed for them
-                changed["generator"] = torch.Generator()
-        before = {name: attributes[name] for name in changed}
-        attributes.update(changed)
-        try:
+        with skipping(self.loader, self._name, consumed * self._items, first_pass) as sampler:
             # As before: torch draws a seed for workers, and then the sampler its order.
             batches: Iterator[Any] = iter(self.loader)
             sampler.advance()
             return batches
-        finally:
-            attributes.update(before)
 
 
 class OwnPosition(LoaderPosition):
@@ -207,6 +196,33 @@ class OwnPosition(LoaderPosition):
         return iter(self.loader)
 
 
+@contextmanager
+def skipping(loader: Any, name: str, items: int, first_pass: bool) -> Iterator[SkippingSampler]:
+    """Have the sampler of a loader, its attribute ``name``, drop so many items in a pass that
+    begins inside."""
+    # Not setattr: DataLoader guards against changes while an iterator is under way.
+    attributes = vars(loader)
+    sampler = SkippingSampler(attributes[name], items)
+    changed: dict[str, Any] = {name: sampler}
+    if attributes.get("persistent_workers"):
+        attributes["_iterator"] = None
+        if not first_pass:  # it reused workers, and drew no seed for them
+            changed["generator"] = torch.Generator()
+    before = {key: attributes[key] for key in changed}
+    attributes.update(changed)
+    try:
+        yield sampler
+    finally:
+        attributes.update(before)
+
+
+def sampler_name(loader: Any) -> str:
+    """The attribute of torch's DataLoader that gives an item for each batch, '' if none does."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return ""
+    return "sampler" if loader.batch_sampler is None else "batch_sampler"
+
+
 def position_of(loader: Any) -> LoaderPosition:
     """The position of a loader, by what the loader is."""
     deepspeed = sys.modules.get("deepspeed.runtime.dataloader")
@@ -217,10 +233,8 @@ def position_of(loader: Any) -> LoaderPosition:
     if all(map(callable, calls)) and getattr(loader, "use_stateful_dataloader", True):
         return OwnPosition(loader)
     own_iteration = type(loader).__iter__ is not DataLoader.__iter__
-    if isinstance(loader, DataLoader) and not own_iteration:
-        if not isinstance(loader.dataset, IterableDataset):
-            name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-            return SamplerPosition(loader, name, 1)
+    if not own_iteration and (name := sampler_name(loader)):
+        return SamplerPosition(loader, name, 1)
     return LoaderPosition(loader)
 
 
@@ -278,7 +292,7 @@ class SkippingSampler:
     def advance(self) -> None:
         """Begin the pass, unless workers have asked for its first items already."""
         if self._rest is None:
-            self._rest = _dropped(iter(self._sampler), self._skipped)
+            self._rest = dropped(iter(self._sampler), self._skipped)
 
     def _remaining(self) -> Iterator[Any]:
         # Not this object: torch's BatchSampler asks an iterator for itself at every batch.
@@ -289,8 +303,13 @@ class SkippingSampler:
     def __len__(self) -> int:
         return len(self._sampler)
 
+    def __getattr__(self, name: str) -> Any:
+        # Accelerate's loader sets the epoch of its sampler as a pass begins.
+        return getattr(vars(self)["_sampler"], name)
 
-def _dropped(items: Iterator[Any], count: int) -> Iterator[Any]:
+
+def dropped(items: Iterator[Any], count: int) -> Iterator[Any]:
+    """The iterator, without its first items."""
     next(islice(items, count, count), None)
     return items
 

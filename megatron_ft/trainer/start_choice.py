@@ -123,6 +123,8 @@ def agree(view: RankView, manager: SnapshotManager) -> StartDecision | None:
 def _all_ranks(view: RankView) -> list[RankView]:
     from torch import distributed
 
+    if not distributed.is_initialized():
+        return [view]
     views: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(views, view)
     return views

@@ -72,6 +72,16 @@ class RngState:
             torch.cuda.set_rng_state(state_dict["cuda"].cpu())
 
 
+def drawn() -> tuple[Any, ...]:
+    """The states of the process's generators, to be compared."""
+    _, keys, position, *rest = np.random.get_state()
+    return (
+        random.getstate(),
+        (np.asarray(keys).tobytes(), position, *rest),
+        torch.get_rng_state().numpy().tobytes(),
+    )
+
+
 @runtime_checkable
 class TrainingState(Protocol):
     """The complete training state of one rank, as names and live tensors.

@@ -17,6 +17,7 @@ import torch
 
 from megatron_ft.cli.demo import final_state
 from tests.programs import deepspeed_program
+from tests.support.accelerate_cpu import shard_on_cpu
 from tests.support.deepspeed_final import collect
 from tests.support.late_capture import LOAD_FROM, ArenaManager, poison
 
@@ -91,6 +92,16 @@ class Unsized(torch.utils.data.IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(samples())
+
+
+class Counted(list[Any]):
+    """Samples that count how often they are read."""
+
+    reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(index)
 
 
 class Drawing:
@@ -203,30 +214,55 @@ class Tally:
         self.tokens = state["tokens"]
 
 
+def _accelerator(told: dict[str, Any]) -> Any:
+    """An Accelerator with the plugin of ``told["plugin"]``; with none it is DDP."""
+    from accelerate import Accelerator
+    from accelerate.utils import (
+        DataLoaderConfiguration,
+        DeepSpeedPlugin,
+        FullyShardedDataParallelPlugin,
+        ProjectConfiguration,
+    )
+
+    plugins: dict[str, Any] = {"cpu": True}
+    if told["plugin"] == "deepspeed":
+        plugins = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config({**told, "json": {}}))}
+    elif told["plugin"] == "fsdp2":
+        plugins["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
+    loaders = {"use_seedable_sampler": told.get("seeds", False)}
+    one = Accelerator(
+        **plugins,
+        gradient_accumulation_steps=told.get("accumulate", 1),
+        dataloader_config=DataLoaderConfiguration(**loaders, **told.get("loaders", {})),
+        project_config=ProjectConfiguration(
+            told.get("project"), automatic_checkpoint_naming="project" in told
+        ),
+    )
+    if told["plugin"] == "fsdp2":
+        shard_on_cpu(one, plugins["fsdp_plugin"])
+    return one
+
+
 def accelerator_in_memory(told: dict[str, Any], folder: Path) -> dict[str, Any]:
     """accelerate.Accelerator with our object: its own optimizer and schedule, several passes."""
-    from accelerate import Accelerator
-    from accelerate.utils import DataLoaderConfiguration, DeepSpeedPlugin
-
     from deepspeed_ext import InMemoryState
 
-    each = told.get("accumulate", 1)
-    one = Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config({**told, "json": {}})),
-        gradient_accumulation_steps=each,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=told.get("seeds", False)),
-    )
+    each, one = told.get("accumulate", 1), _accelerator(told)
     tally, net = Tally(), gpt2()
+    data: Any = Unsized() if told.get("unsized") else Counted(samples())
     collate = Drawing() if told.get("draws") else None
-    loader: Any = torch.utils.data.DataLoader(samples(), BATCH, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+    shuffle = not told.get("unsized")
+    loader: Any = torch.utils.data.DataLoader(data, BATCH, shuffle=shuffle, collate_fn=collate)
     optimizer: Any = torch.optim.AdamW(net.parameters(), 1e-2)
     schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n / 10))
     model, optimizer, loader, schedule = one.prepare(net, optimizer, loader, schedule)
     one.register_for_checkpointing(tally)
-    memory = InMemoryState(one)
+    by_engine = told["plugin"] == "deepspeed"
+    torch.manual_seed(50 + 100 * (LOAD_FROM in os.environ) + one.process_index)
+    memory = InMemoryState(one) if by_engine else InMemoryState(one, manager=_snapshots(model))
     step = memory.resume(told.get("load"))
     seen: dict[str, Any] = {"begins_at": step, "losses": {}, "samples": {}}
-    for epoch in range(step * each // len(loader), 99):
+    for epoch in range(step * each * BATCH * one.num_processes // SAMPLES, 99):
         if told.get("numbered"):
             loader.set_epoch(epoch)
         for batch in loader:
@@ -238,15 +274,30 @@ def accelerator_in_memory(told: dict[str, Any], folder: Path) -> dict[str, Any]:
                 schedule.step()
                 optimizer.zero_grad()
             tally.tokens += batch["input_ids"].numel()
+            step += one.sync_gradients
+            memory.save()
             if one.sync_gradients:
-                step += 1
-                memory.save()
                 seen["losses"][step] = [loss.item().hex(), *schedule.get_last_lr(), tally.tokens]
+                if step in told.get("saves", ()):
+                    one.save_state()
             if step == told["steps"]:
-                final_state.write(folder / f"final{os.environ['RANK']}.pt", collect(model))
-                model.destroy()
-                return seen
+                final = collect(model) if by_engine else _all_of(one)
+                final_state.write(folder / f"final{os.environ['RANK']}.pt", final)
+                memory.close()
+                if by_engine:
+                    model.destroy()
+                return {**seen, "reads": getattr(data, "reads", 0)}
     raise AssertionError("too few passes")
+
+
+def _all_of(one: Any) -> dict[str, Any]:
+    """The Accelerator's state at the end, without the help of what is tested."""
+    inner = [*one._models, *one._optimizers, *one._schedulers, *one._custom_objects[:1]]
+    states = [each.state_dict() for each in inner]
+    for tensors in (states[0], *states[1]["state"].values()):
+        tensors |= {name: getattr(value, "_local_tensor", value) for name, value in tensors.items()}
+    rest = {"random": final_state.random_states(None, None), "step": one.step}
+    return {"states": final_state.plain(states), **rest}
 
 
 class Net(torch.nn.Module):
