@@ -258,7 +258,7 @@ def accelerator_in_memory(told: dict[str, Any], folder: Path) -> dict[str, Any]:
     model, optimizer, loader, schedule = one.prepare(net, optimizer, loader, schedule)
     one.register_for_checkpointing(tally)
     by_engine = told["plugin"] == "deepspeed"
-    torch.manual_seed(50 + 100 * (LOAD_FROM in os.environ) + one.process_index)
+    torch.manual_seed(50 + one.process_index)
     memory = InMemoryState(one) if by_engine else InMemoryState(one, manager=_snapshots(model))
     step = memory.resume(told.get("load"))
     seen: dict[str, Any] = {"begins_at": step, "losses": {}, "samples": {}}
@@ -335,10 +335,9 @@ def _snapshots(weights: torch.nn.Module) -> PlainManager:
 
 
 def plain_accelerator(told: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Accelerate without DeepSpeed, and our plain interface; ``wrap`` gives the loader to us."""
+    """Accelerate without DeepSpeed, and our plain interface."""
     from accelerate import Accelerator
 
-    from megatron_ft import ResumableLoader
     from megatron_ft.trainer.state import RngState
 
     one = Accelerator(cpu=True)
@@ -350,15 +349,12 @@ def plain_accelerator(told: dict[str, Any], folder: Path) -> dict[str, Any]:
         torch.utils.data.DataLoader(tokens, BATCH, shuffle=True),
     )
     state = {"model": model, "optimizer": optimizer.optimizer, "rng": RngState()}
-    if told.get("wrap"):
-        loader = state["loader"] = ResumableLoader(loader)
     torch.manual_seed(50 + 100 * (LOAD_FROM in os.environ) + one.process_index)
     snapshots = _snapshots(net)
     step = snapshots.load(into=state)
     snapshots.register_fence(optimizer.optimizer)
     seen: dict[str, Any] = {"begins_at": step, "losses": {}}
-    # What is left of the pass comes first, if the loader knows; a user's own skip otherwise.
-    batches = iter(loader if told.get("wrap") else one.skip_first_batches(loader, step))
+    batches = iter(one.skip_first_batches(loader, step))
     while step < told["steps"]:
         step += 1
         seen["losses"][step] = _train_one(one, model, optimizer, batches)

@@ -20,6 +20,9 @@ pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 ITERATIONS = 50
 """Five passes over the data of four ranks, ten steps each."""
 
+WIDTH = 257
+"""Weights that no number of ranks divides, and that DDP's ranks capture in parts."""
+
 SCRIPTS = {"ddp": accelerate_fsdp2.EXAMPLE, "fsdp2": Path(accelerate_fsdp2.__file__)}
 
 
@@ -29,14 +32,14 @@ SCRIPTS = {"ddp": accelerate_fsdp2.EXAMPLE, "fsdp2": Path(accelerate_fsdp2.__fil
 def test_an_accelerator_trains_on_as_if_nothing_was_lost(
     kind: str, made: list[Job], tmp_path: Path
 ) -> None:
-    shape = {"nodes": 4, "spares": 1, "protect": "rs:3+1", "iterations": ITERATIONS}
+    shape = {"nodes": 4, "spares": 1, "protect": "rs:3+1", "iterations": ITERATIONS, "width": WIDTH}
     job = Job(tmp_path, script=SCRIPTS[kind], iteration_seconds=0.1, **shape)
     made.append(job)
     job.run(
         (6, lambda job: os.kill(job.trainers()[1], signal.SIGKILL)),
         (24, lambda job: job.cluster.kill_node("n2")),
     )
-    alone = oracle(tmp_path, 4, ITERATIONS, script=SCRIPTS[kind])
+    alone = oracle(tmp_path, 4, ITERATIONS, WIDTH, SCRIPTS[kind])
     assert not difference(job.result(), alone), job.story()
     sources = [source for _, source in job.restores()]
     assert sources == ["own memory", "parity"], job.story()
