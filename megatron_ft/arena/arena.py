@@ -13,8 +13,10 @@ import mmap
 import os
 import stat
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -26,13 +28,17 @@ from numpy.typing import NDArray
 from megatron_ft.arena import binary, files, limits
 from megatron_ft.arena import format as fmt
 from megatron_ft.arena.binary import RecordPlace
-from megatron_ft.arena.format import ArenaHeader, Geometry, Permit, SlotHeader
-from megatron_ft.arena.mapping import Mapping
+from megatron_ft.arena.format import ArenaHeader, Geometry, Permit, SlotHeader, SlotState
+from megatron_ft.arena.mapping import Mapping, huge_page_bytes
+from megatron_ft.arena.mapping import allocate as allocate_huge
 from megatron_ft.core.errors import ArenaCorruptError, ArenaForeignError, ArenaMemoryError
 
 log = logging.getLogger(__name__)
 
 NO_PROGRESS = -1
+
+_PIECE_BYTES = 32 << 20
+"""Memory that ``complete`` makes at once."""
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -65,21 +71,35 @@ class Arena:
         self._close_fd.atexit = False
 
     @classmethod
-    def create(cls, path: Path, header: ArenaHeader, *, replace: bool = False) -> Arena:
+    def create(
+        cls,
+        path: Path,
+        header: ArenaHeader,
+        *,
+        replace: bool = False,
+        first_slot: bool = False,
+        owed: int = 0,
+    ) -> Arena:
         """Allocate, populate and publish a new arena: all slots free, no permit, no progress.
 
         The parent folder is made with mode 0700 if missing.  Another process sees the
         complete file or none.  ArenaMemoryError if a limit is in the way, with nothing left
         behind.  An arena that exists is refused with ArenaError unless ``replace``,
         since it may hold the only copy of a snapshot.
+
+        With ``first_slot`` the other slots get their memory by ``complete``, and the limits must
+        leave room for them, as for ``owed`` bytes of other arenas.
         """
         sizes = header.geometry
         arithmetic = limits.describe_requirement(sizes, header.parity_members, header.data_members)
+        first = _first_bytes(sizes) if first_slot else sizes.file_bytes
         arena: Arena | None = None
         try:
-            with files.new_file(path, sizes.file_bytes, arithmetic, replace=replace) as fd:
+            with files.new_file(
+                path, sizes.file_bytes, arithmetic, replace=replace, first=first, owed=owed
+            ) as fd:
                 arena = cls(path, fd, sizes)
-                arena._fill(header)
+                arena._fill(header, first)
         except BaseException:
             if arena is not None:
                 arena.close()
@@ -104,13 +124,34 @@ class Arena:
                     "over, or give this job another directory"
                 )
             files.check_length(fd, path, header.geometry.file_bytes)
-            return cls(path, fd, header.geometry)
+            arena = cls(path, fd, header.geometry)
         finally:
             os.close(fd)
+        try:
+            arena._fill_holes()
+        except BaseException:
+            arena.close()
+            raise
+        return arena
 
-    def _fill(self, header: ArenaHeader) -> None:
-        length = self._geometry.file_bytes
-        whole = Mapping(self._fd, 0, length, writable=True, name=str(self.path))
+    def _fill_holes(self) -> None:
+        """Have memory behind all that may be touched: slots that are not FREE, and all headers."""
+        sizes = self._geometry
+        missing = files.holes(self._fd, sizes.file_bytes)
+        if not missing:
+            return
+        used = [(0, sizes.control_bytes)]
+        files.fill_holes(self._fd, self.path, used, 0)
+        for slot in range(sizes.slot_count):
+            place = self._slot_place(slot)
+            raw = binary.read_settled(partial(self._copies, place), place)
+            if raw is None or binary.unpack_slot(raw).state != SlotState.FREE:
+                used.append((sizes.data_offset(slot), sizes.slot_span))
+        free = sizes.slot_count + 1 - len(used)
+        files.fill_holes(self._fd, self.path, used, missing - free * sizes.slot_span)
+
+    def _fill(self, header: ArenaHeader, first: int) -> None:
+        whole = Mapping(self._fd, 0, first, writable=True, name=str(self.path))
         whole.populate()
         whole.write(0, binary.pack_preamble())
         whole.close()
@@ -241,15 +282,45 @@ class Arena:
             finally:
                 given.close()
 
-    def reserve(self) -> None:
-        """Have memory behind every byte again; ArenaMemoryError if there is none."""
+    def reserve(self, *, first_slot: bool = False) -> None:
+        """Have memory behind every slot again, or the first; ArenaMemoryError if there is none."""
+        sizes = self._geometry
         try:
-            os.posix_fallocate(self._fd, 0, self._geometry.file_bytes)
+            os.posix_fallocate(self._fd, 0, _first_bytes(sizes) if first_slot else sizes.file_bytes)
         except OSError as error:
             raise ArenaMemoryError(
                 f"{self.path} had given memory back and gets none now ({error.strerror}): make "
                 "room on its file system"
             ) from error
+
+    @property
+    def holes(self) -> int:
+        """Bytes of slots without memory, which nobody may touch: 0 in a complete arena."""
+        return files.holes(self._fd, self._geometry.file_bytes)
+
+    def complete(self, goes_on: Callable[[], bool]) -> None:
+        """Have memory behind every slot; ArenaMemoryError if there is not enough.
+
+        Half of the time is left to others, and ``goes_on`` is asked before each piece.  Safe
+        beside ``close`` and beside writers.
+        """
+        with self._lock:
+            self._everything()
+            fd = os.dup(self._fd)
+        sizes, arithmetic = self._geometry, "slots beside the first one"
+        start, stop = _first_bytes(sizes), sizes.file_bytes
+        try:
+            for at in range(start, stop, _PIECE_BYTES):
+                began, length = time.monotonic(), min(_PIECE_BYTES, stop - at)
+                if not goes_on():
+                    return
+                missing = min(stop - at, files.holes(fd, stop))
+                limits.check_memory(self.path.parent, missing, arithmetic)
+                allocate_huge(fd, at, at + length)
+                files.allocate(fd, self.path.parent, at, length, arithmetic)
+                time.sleep(time.monotonic() - began)
+        finally:
+            os.close(fd)
 
     def in_place(self) -> bool:
         """True if ``path`` still leads to this very file, and the file has its full length."""
@@ -335,3 +406,9 @@ class Arena:
         mapping = self._writable_mapping(0, self._geometry.control_bytes)
         for store in binary.plan_write(self._copies(place), place, payload):
             mapping.write(store.offset, store.raw)
+
+
+def _first_bytes(sizes: Geometry) -> int:
+    """The part of the file that holds the first slot, to the end of its last huge page."""
+    end = fmt.round_up(sizes.control_bytes + sizes.slot_span, huge_page_bytes())
+    return min(end, sizes.file_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,10 +35,14 @@ _NO_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def new_file(path: Path, length: int, arithmetic: str, *, replace: bool) -> Iterator[int]:
-    """A descriptor of an allocated file that gets its name when the block ends well.
+def new_file(
+    path: Path, length: int, arithmetic: str, *, replace: bool, first: int, owed: int
+) -> Iterator[int]:
+    """A descriptor of a file that gets its name when the block ends well.
 
-    If the block raises, no file is left.  The descriptor is closed at the end.
+    Its ``first`` bytes are allocated, the rest are holes, for which the limits leave room, and for
+    ``owed`` bytes beside.  If the block raises, no file is left.  The descriptor is closed at the
+    end.
     """
     _make_parent(path.parent)
     if not replace and os.path.lexists(path):
@@ -46,10 +50,13 @@ def new_file(path: Path, length: int, arithmetic: str, *, replace: bool) -> Iter
             f"{path} exists and may hold the only copy of a snapshot: open it, or remove it first"
         )
     temporary = path.with_name(path.name + ".tmp")
-    fd = _open_new(temporary, length, arithmetic)
+    if owed:
+        arithmetic += f"; {limits.format_bytes(owed)} of it for arenas beside"
+    fd = _open_new(temporary, length + owed, arithmetic)
     try:
-        mapping.allocate(fd, length)
-        _allocate(fd, path.parent, length, arithmetic)
+        mapping.allocate(fd, 0, first)
+        allocate(fd, path.parent, 0, first, arithmetic)
+        os.ftruncate(fd, length)
         yield fd
         # Not a link and an unlink: killed in between, two names would hold the memory.
         os.rename(temporary, path)
@@ -89,9 +96,10 @@ def _check_folder(folder: Path) -> None:
         raise ArenaForeignError(f"{folder} {reason}")
 
 
-def _allocate(fd: int, folder: Path, length: int, arithmetic: str) -> None:
+def allocate(fd: int, folder: Path, start: int, length: int, arithmetic: str) -> None:
+    """Have memory behind a range of a file in ``folder``; ArenaMemoryError if there is none."""
     try:
-        os.posix_fallocate(fd, 0, length)
+        os.posix_fallocate(fd, start, length)
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise ArenaError(f"{folder} cannot hold arenas: {error.strerror}") from error
@@ -118,21 +126,29 @@ def open_file(path: Path) -> int:
 
 
 def check_length(fd: int, path: Path, length: int) -> None:
-    """Checks that the first ``length`` bytes are there, with memory behind: none can fault.
-
-    ArenaTruncatedError if the file is shorter.  More bytes do no harm: nothing reads them.
-    """
-    info = os.fstat(fd)
-    if info.st_size < length:
+    """ArenaTruncatedError if the file is shorter.  More bytes do no harm: nothing reads them."""
+    size = os.fstat(fd).st_size
+    if size < length:
         raise ArenaTruncatedError(
-            f"{path} has {info.st_size} bytes where its header needs {length}: somebody cut it; "
+            f"{path} has {size} bytes where its header needs {length}: somebody cut it; "
             "the shard counts as lost, remove the file"
         )
-    holes = length - info.st_blocks * 512
-    if holes > 0:
-        # From a sparse copy: touching a hole on a full tmpfs would be a SIGBUS.
-        limits.check_memory(path.parent, holes, "the holes of a sparse file")
-        _allocate(fd, path.parent, length, "the holes of a sparse file")
+
+
+def holes(fd: int, length: int) -> int:
+    """How many of the first ``length`` bytes have no memory behind; nobody may touch those."""
+    return max(0, length - os.fstat(fd).st_blocks * 512)
+
+
+def fill_holes(fd: int, path: Path, ranges: Iterable[tuple[int, int]], missing: int) -> None:
+    """Have memory behind these ranges (offset, length), of which ``missing`` bytes have none.
+
+    A sparse copy has holes.  Touching one on a full tmpfs would be a SIGBUS.
+    """
+    if missing > 0:
+        limits.check_memory(path.parent, missing, "the holes of a sparse file")
+    for start, length in ranges:
+        allocate(fd, path.parent, start, length, "the holes of a sparse file")
 
 
 def both_damaged(path: Path, what: str) -> str:

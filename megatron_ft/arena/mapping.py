@@ -112,25 +112,25 @@ def huge_page_bytes() -> int:
         return 1
 
 
-def allocate(descriptor: int, length: int) -> bool:
-    """Give a new file, all of it holes, huge pages as far as its length and the kernel allow.
+def allocate(descriptor: int, start: int, stop: int) -> bool:
+    """Give holes of a file huge pages as far as this range and the kernel allow; no byte changes.
 
-    For files that nobody else has open or mapped yet.  Whether all could be had; what could not
-    is left a hole, apart from a small page here and there: nothing is lost by it.
+    Whether all could be had; what could not is left a hole, apart from a small page here and
+    there: nothing is lost by it.
     """
     unit = huge_page_bytes()
-    whole = length // unit * unit if unit > 1 else 0
-    if not whole:
+    first, whole = -(-start // unit) * unit, stop // unit * unit
+    if unit == 1 or first >= whole:
         return False
     try:
         # A huge page is made of what is there: of a hole, none is.  Not by a store, which on a
-        # full file system is a SIGBUS.
-        for at in range(0, whole, unit):
-            os.pwrite(descriptor, b"\0", at)
-        pages = map_file(descriptor, 0, whole, writable=True, unit=unit)
-        madvise(address_of(pages), whole, MADV_COLLAPSE)
+        # full file system is a SIGBUS, and might hit what another process has written.
+        for at in range(first, whole, unit):
+            os.posix_fallocate(descriptor, at, 1)
+        pages = map_file(descriptor, first, whole - first, writable=True, unit=unit)
+        madvise(address_of(pages), whole - first, MADV_COLLAPSE)
     except OSError as error:
-        log.info("no huge pages for an arena of %d bytes: %s", length, error.strerror)
+        log.info("no huge pages for %d bytes of an arena: %s", stop - start, error.strerror)
         return False
     return True
 

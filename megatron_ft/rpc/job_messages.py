@@ -352,6 +352,8 @@ class LeaseAnswer(Message, frozen=True):
     ``pulses`` maps shard ids to their trainers' heartbeats, ``summary`` the parts of the
     job's summary that the node has to their digests.  ``evacuations`` are the requests that came
     to this SMP since the present coordinator began.
+    ``unmade`` says that a Grant would be refused now, until a further slot has memory; ``shortage``
+    is why none could be had the last time, "" if there was enough.
     """
 
     node: str
@@ -366,6 +368,8 @@ class LeaseAnswer(Message, frozen=True):
     crowded: bool = False
     held: tuple[HeldSnapshot, ...] = ()
     evacuations: tuple[Evacuate, ...] = ()
+    unmade: bool = False
+    shortage: str = ""
 
 
 def summary_digest(part: bytes) -> bytes:

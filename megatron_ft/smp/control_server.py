@@ -69,12 +69,13 @@ class ControlServer:
             await service.keep_only(request)
             service.store.set_lineage(request.incarnation, request.lineage)
         answer = service.machine.handle(request)
-        if isinstance(request, m.Commit) and request.level == "protected" and service.store.sources:
+        if isinstance(request, m.Commit) and service.store.outlives_sources(request):
             await service.carry_out()
             await service.drop_sources()
         return answer
 
     async def _make_sources(self, request: m.MakeSources) -> None:
+        await self._service.stop_making()
         self._service.store.make_sources(request.snapshot, self._service.machine)
 
     async def _grant_stay(self, request: m.Grant) -> m.Message:
@@ -159,6 +160,7 @@ class ControlServer:
         service.summary |= request.summary
         service.scrub_percent = request.scrub_percent
         await service.events.on_heartbeat(request)
+        service.make_memory()
         return m.LeaseAnswer(
             node=machine.node,
             paused=service.state.paused,
@@ -172,6 +174,8 @@ class ControlServer:
             crowded=machine.crowded(),
             held=machine.held(),
             evacuations=tuple(service.evacuations.values()),
+            unmade=machine.unmade(),
+            shortage=service.shortage,
         )
 
     async def _admit(self, identity: bytes, request: m.Admit) -> m.Message:

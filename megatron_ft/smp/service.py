@@ -19,7 +19,7 @@ from megatron_ft.arena import files
 from megatron_ft.arena.arena import Arena
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
+from megatron_ft.core.errors import ArenaError, ControlPlaneError, UntrustedFileError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.effects import Effect, StorePermit, StoreSlot, ToCoordinator, ToTrainer
@@ -78,6 +78,9 @@ class SmpService:
         self.restore: m.RestoreReady | None = None
         self.restore_known = asyncio.Event()
         self.preparing: dict[str, bytes] = {}
+        self.shortage = ""
+        self._making: asyncio.Task[None] | None = None
+        self._halted = False
         self.admitted = asyncio.Event()
         """Set, and replaced, when an incarnation has been admitted."""
         self.events = EventSender(self.machine, send_event)
@@ -132,6 +135,7 @@ class SmpService:
         Beside the event loop: small pages take some 0.2 s a GiB, and heartbeats continue.
         """
         await self.carry_out()  # Nothing is left to be stored in an arena that goes.
+        await self.stop_making()
         damaged, gone = self.store.forget_damaged(), list[Arena]()
         if decision.sources == "return":
             gone += self.store.return_sources(decision.restore, self.machine)
@@ -141,6 +145,42 @@ class SmpService:
         await asyncio.to_thread(free, gone, damaged)
         if decision.sources == "return":
             await asyncio.to_thread(self.store.reserve)
+            self.store.note_memory(self.machine)
+
+    def make_memory(self) -> None:
+        """Have memory made for slots that have none, once this node's trainers train.
+
+        Nothing that a restart waits for is beside it then.
+        """
+        short = [arena for arena in self.store.arenas.values() if arena.holes]
+        begun = any(done >= 0 for done in self.store.progress().values())
+        if short and begun and self._making is None:
+            self._halted = False
+            self._making = asyncio.create_task(self._make_memory(short))
+            self.later(self._making)
+
+    async def _make_memory(self, arenas: list[Arena]) -> None:
+        """One arena after the other; what fails is tried again with the next heartbeat."""
+        try:
+            for arena in arenas:
+                await asyncio.to_thread(arena.complete, self._may_make)
+            self.shortage = ""
+        except ArenaError as error:
+            self.shortage = str(error)
+            log.warning("memory of further slots: %s", error)
+        except ValueError as error:
+            log.info("memory of further slots: %s", error)  # an arena was closed
+        self.store.note_memory(self.machine)
+        self._making = None
+
+    def _may_make(self) -> bool:
+        return not (self._halted or self.retired.is_set())
+
+    async def stop_making(self) -> None:
+        """Make no more memory: arenas are about to go."""
+        self._halted = True
+        if self._making is not None:
+            await self._making
 
     async def drop_sources(self) -> None:
         """Free the arenas of an older layout; a snapshot of the present one is as safe."""
@@ -150,6 +190,7 @@ class SmpService:
         """End this SMP: ``retired`` is set once the answer to the request has left."""
         await self.kill_writers(self.writers.all())
         await self.carry_out()
+        await self.stop_making()
         self.retiring = True
         if remove_arenas:
             damaged = self.store.forget_damaged()

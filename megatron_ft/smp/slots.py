@@ -45,6 +45,8 @@ class ShardSlots:
     the trainer begins.  It is in no header: a restarted SMP has promised nothing, and the
     snapshot is given up.
 
+    ``made`` is how many slots, from the first on, have memory; the others are FREE until then.
+
     ``pins`` names the snapshot that each reader is reading.  They are not in any header:
     a restarted SMP has none, and readers look at headers again after their last read.
 
@@ -58,6 +60,7 @@ class ShardSlots:
         self.changes: list[tuple[int, SlotHeader]] = []
         self.pins: dict[str, SnapshotId] = {}
         self.promise: Promise | None = None
+        self.made = len(self.slots)
 
     def find(self, snapshot: SnapshotId) -> int | None:
         """The slot that belongs to ``snapshot``, if one does."""
@@ -109,12 +112,20 @@ class ShardSlots:
             return False
         if self.crowded():
             return self.victim(give_up_protected=True) is None
-        return oldest_reusable(self.slots) is not None
+        return oldest_reusable(self._made) is not None
 
     def crowded(self) -> bool:
         """True if there is room only by giving up the last protected snapshot."""
-        room = oldest_reusable(self.slots, give_up_protected=True) is not None
-        return room and not capturing(self.slots) and oldest_reusable(self.slots) is None
+        room = oldest_reusable(self._made, give_up_protected=True) is not None
+        return room and not capturing(self.slots) and oldest_reusable(self._made) is None
+
+    def unmade(self) -> bool:
+        """True if the next snapshot waits for the memory of further slots."""
+        return self.made < len(self.slots) and self.victim() is None
+
+    @property
+    def _made(self) -> list[SlotHeader]:
+        return self.slots[: self.made]
 
     def victim(self, give_up_protected: bool = False) -> int | None:
         """The slot for the next snapshot, None if all are needed or read.
@@ -122,9 +133,9 @@ class ShardSlots:
         With ``give_up_protected`` the last protected one, if no other is left.
         """
         spared = self.pins.values()
-        index = oldest_reusable(self.slots, spared)
+        index = oldest_reusable(self._made, spared)
         if index is None and give_up_protected:
-            return oldest_reusable(self.slots, spared, give_up_protected=True)
+            return oldest_reusable(self._made, spared, give_up_protected=True)
         return index
 
     def check_pinnable(self, snapshot: SnapshotId) -> None:

@@ -427,6 +427,10 @@ class NodeMachine:
         """True if a shard has room for a Grant only by giving up the last protected snapshot."""
         return any(slots.crowded() for slots in self.shards.values())
 
+    def unmade(self) -> bool:
+        """True if a shard waits for memory for its next snapshot."""
+        return any(slots.unmade() for slots in self.shards.values())
+
     def held(self) -> tuple[m.HeldSnapshot, ...]:
         """Committed snapshots that every shard here has, the newest first."""
         tables = [

@@ -37,6 +37,9 @@ SUFFIX = ".arena"
 SOURCE_SUFFIX = ".source"
 """Ending of an arena's name while it is a source of a reshape."""
 
+LATER_BYTES = 64 << 20
+"""Slots of fewer bytes get their memory all at once."""
+
 _POINTS = {
     SlotState.CAPTURING: ("", "smp.capturing.stored"),
     SlotState.SEALED: ("smp.sealed", "smp.sealed.stored"),
@@ -73,6 +76,8 @@ class ArenaStore:
                 if path.suffix == SOURCE_SUFFIX:
                     self._enter_source(arena, machine)
                 else:
+                    if arena.holes:  # it may have been a source
+                        arena.reserve(first_slot=True)
                     self.enter(arena, machine)
                 reach("adopt.arena")
             except (ArenaForeignError, ArenaVersionError) as error:
@@ -154,15 +159,18 @@ class ArenaStore:
         # What lies there now is damaged; foreign files have stopped the job before this.  Its
         # memory may be what the new arena needs.
         files.clear(path)
-        arena = Arena.create(path, self._header(request), replace=True)
+        header, owed = self._header(request), sum(a.holes for a in self.arenas.values())
+        first = header.geometry.slot_span >= LATER_BYTES
+        arena = Arena.create(path, header, replace=True, first_slot=first, owed=owed)
         if request.incarnation > 1:
             reach("rebuild.target")
         return arena
 
     def enter(self, arena: Arena, machine: NodeMachine) -> None:
         """Take an arena into the node's books."""
-        header = arena.header
-        machine.shards[header.shard_id] = ShardSlots(header.shard_id, _slots(arena))
+        header, slots = arena.header, ShardSlots(arena.header.shard_id, _slots(arena))
+        slots.made = 1 if arena.holes else slots.made
+        machine.shards[header.shard_id] = slots
         machine.paths[header.shard_id] = str(arena.path)
         self.arenas[header.shard_id] = arena
         self._headers[header.shard_id] = header
@@ -220,6 +228,22 @@ class ArenaStore:
         """Have all arenas take back the memory that they gave as sources."""
         for arena in list(self.arenas.values()):
             arena.reserve()
+
+    def note_memory(self, machine: NodeMachine) -> None:
+        """Let snapshots into all slots of arenas that are complete by now."""
+        for shard_id, arena in self.arenas.items():
+            slots = machine.shards[shard_id]
+            slots.made = slots.made if arena.holes else len(slots.slots)
+
+    def outlives_sources(self, commit: m.Commit) -> bool:
+        """True if sources go with this commit: its snapshot is as safe as theirs.
+
+        Without parity that is the first one that trainers have captured: until then the job's notes
+        may name the sources alone.
+        """
+        parity = any(header.parity_members for header in self._headers.values())
+        captured = commit.snapshot.sequence > 0
+        return bool(self.sources) and (commit.level == "protected" or (captured and not parity))
 
     def drop_sources(self, machine: NodeMachine) -> list[Arena]:
         """Forget all sources; they are to be freed."""

@@ -192,6 +192,8 @@ class Connections(ABC):
         self._paused_on: set[str] = set()
         self._pinned_on: set[str] = set()
         self._crowded_on: set[str] = set()
+        self._unmade_on: set[str] = set()
+        self._shortages: dict[str, str] = {}
         self._keys = keys
         self._context = zmq.asyncio.Context()
         self._context.set(zmq.MAX_SOCKETS, MOST_NODES)
@@ -222,6 +224,11 @@ class Connections(ABC):
     def crowded(self) -> bool:
         """True if some node has no slot for a snapshot but that of the last protected one."""
         return bool(self._crowded_on & self.links.keys())
+
+    @property
+    def unmade(self) -> bool:
+        """True if some node has no slot for a snapshot until further memory is made."""
+        return bool(self._unmade_on & self.links.keys())
 
     def connect(self, node: str, endpoint: str) -> None:
         """Use ``endpoint`` for ``node`` from now on."""
@@ -305,9 +312,14 @@ class Connections(ABC):
             (self._paused_on, answer.paused),
             (self._pinned_on, answer.pinned),
             (self._crowded_on, answer.crowded),
+            (self._unmade_on, answer.unmade),
         ):
             nodes.discard(answer.node)
             nodes |= {answer.node} if stated else set()
+        known, self._shortages[answer.node] = self._shortages.get(answer.node), answer.shortage
+        if answer.shortage and not known:
+            text = f"{answer.node}: {answer.shortage}; no snapshot is taken before there is room"
+            self.observers.emit("no_room", text, node=answer.node)
         if self.paused != before:
             word = "paused" if self.paused else "resumed"
             self.observers.emit(word, f"snapshots {word} by request")

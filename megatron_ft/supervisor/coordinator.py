@@ -112,6 +112,7 @@ class Coordinator(Connections):
         committed, protected, durable = self.committed, self.protected, self.durable
         crash, node_loss = self.fallbacks()
         reason = "a reader" if self.pinned else "want of encoders" if self.crowded else ""
+        reason = "memory to be made" if self.unmade else reason
         return {
             "incarnation": self.incarnation,
             "resumed_from": self.resumed_from,
@@ -248,7 +249,7 @@ class Coordinator(Connections):
         interval = cycle.schedule.interval
         fastest = self._fastest(cycle)
         newest, world, halt = self.committed, self.usable_world, self._standstill
-        if halt is not None and (halt.ended.done() or not world or self.crowded):
+        if halt is not None and (halt.ended.done() or not world or self.crowded or self.unmade):
             return []
         if self.replicas.differ.is_set():
             return []  # this incarnation is about to end
@@ -261,7 +262,7 @@ class Coordinator(Connections):
                 self._protect_tries = {newest[0]: tries + 1}
                 return actions
         give_up = self.crowded and not self.pinned and self._gives_way(cycle)
-        if self.pinned or (self.crowded and not give_up):
+        if self.pinned or self.unmade or (self.crowded and not give_up):
             self._skip(max(fastest, cycle.schedule.first), interval)
             return []
         skipped = self.skips.end(fastest, interval)
@@ -284,6 +285,7 @@ class Coordinator(Connections):
         if self.skips.begin(progress, interval):
             full = "the last protected snapshot and a newer local one fill the slots"
             reason = "a reader holds a snapshot" if self.pinned else full
+            reason = "memory of a further slot is being made" if self.unmade else reason
             self.observers.emit("held", f"{reason}: captures are skipped")
 
     def _gives_way(self, cycle: SnapshotCycle) -> bool:

@@ -386,13 +386,14 @@ class Supervisor:
     def _note_commit(self, event: JobEvent) -> None:
         """Note the first commit; a start from nothing loses work then, so it must be asked for.
 
-        SMPs have dropped shards of an older layout when one of the present is protected.
+        SMPs have dropped shards of an older layout when one of the present is as safe.
         """
         if event.kind != "committed":
             return
         if not self.state.record.committed:
             self.state.update(committed=True)
-        if event.fields.get("level") == "protected" and self.state.record.sources:
+        safe = event.fields.get("level") == "protected" or not self.members.scheme.parity_members
+        if safe and self.state.record.sources:
             self.state.update(sources={}, source_seats={})
 
 

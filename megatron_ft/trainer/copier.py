@@ -48,7 +48,7 @@ class Copier(Protocol):
     """
 
     def attach(self, regions: Sequence[Bytes]) -> None:
-        """Make the regions ready as targets; called once."""
+        """Make the regions ready as targets; called once for each."""
 
     def stage(self, items: Sequence[CopyItem]) -> list[CopyItem]:
         """Secure tensors that forward may change; returns what ``copy`` has still to move."""

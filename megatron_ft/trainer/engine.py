@@ -53,6 +53,9 @@ longer ones need less."""
 PERMIT_CHECK_SECONDS = 0.05
 """Time between a running copy's looks at its permit: a read costs microseconds."""
 
+MEMORY_LOOK_SECONDS = 0.1
+"""Time between two looks whether the SMP has made the memory of further slots."""
+
 RETURN_SECONDS = 0.02
 """Longest wait of digests for a training thread to leave its fence."""
 
@@ -241,6 +244,7 @@ class CaptureEngine:
         self._begins = begins
         self._sealed = sealed
         self._abandoned = abandoned
+        self._closed = threading.Event()
         self.arena = Arena.open(path)
         try:
             self._bind(layout)
@@ -248,6 +252,11 @@ class CaptureEngine:
         except BaseException:
             self.arena.close()
             raise
+        self._watch = threading.Thread(
+            target=self._attach_later, name="megatron-ft-memory", daemon=True
+        )
+        if self._later:
+            self._watch.start()
 
     def _bind(self, layout: ShardLayout) -> None:
         header = self.arena.header
@@ -257,13 +266,27 @@ class CaptureEngine:
                 "give every rank a shard id of its own"
             )
         self._block_bytes = header.geometry.block_bytes
-        slots = range(header.geometry.slot_count)
-        for slot in slots:
-            self.arena.prefault(slot)
+        slots = list(range(header.geometry.slot_count))
         self._regions = [self.arena.data(slot, writable=True) for slot in slots]
         self._dirty: list[int | None] = [None for _ in slots]
         self.binding = LayoutBinding(layout, self._regions)
-        self._copier.attach(self._regions)
+        self._later = slots[1:] if self.arena.holes else []
+        self._attach(slots[: len(slots) - len(self._later)])
+
+    def _attach(self, slots: list[int]) -> None:
+        """Make these slots, which have memory, ready for copies."""
+        for slot in slots:
+            self.arena.prefault(slot)
+        self._copier.attach([self._regions[slot] for slot in slots])
+
+    def _attach_later(self) -> None:
+        """Wait until the SMP has made the memory of the other slots; its grants wait for it, too.
+
+        A slot that is granted first serves as well: its pages are mapped as they are written.
+        """
+        while not self._closed.wait(MEMORY_LOOK_SECONDS):
+            if not self.arena.holes:
+                return self._thread.submit(lambda: self._attach(self._later))
 
     def begin(
         self,
@@ -424,6 +447,9 @@ class CaptureEngine:
 
         ControlPlaneError if the copy thread does not end: the arena then stays mapped.
         """
+        self._closed.set()
+        if self._later:
+            self._watch.join()
         if not self._thread.close(timeout_seconds):
             raise ControlPlaneError(
                 f"the copy thread did not end within {timeout_seconds:.0f} s; its arena "

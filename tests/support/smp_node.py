@@ -88,7 +88,9 @@ class SmpNode:
         self.process.wait(30)
 
 
-def create(shard_id: str = "dp0", incarnation: int = 1, slots: int = 2) -> m.CreateArena:
+def create(
+    shard_id: str = "dp0", incarnation: int = 1, slots: int = 2, data_bytes: int = 131072
+) -> m.CreateArena:
     return m.CreateArena(
         incarnation=incarnation,
         shard_id=shard_id,
@@ -98,7 +100,7 @@ def create(shard_id: str = "dp0", incarnation: int = 1, slots: int = 2) -> m.Cre
         parity_members=0,
         member_index=0,
         members=(shard_id,),
-        data_bytes=131072,
+        data_bytes=data_bytes,
         block_bytes=65536,
         slot_count=slots,
     )

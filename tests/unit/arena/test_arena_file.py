@@ -513,7 +513,7 @@ def test_what_is_no_whole_huge_page_stays_a_hole(folder: Path, units: float) -> 
     unit = huge_pages.huge_page_bytes()
     with (folder / "file").open("w+b") as file:
         file.truncate(int(units * unit))
-        assert not huge_pages.allocate(file.fileno(), int(units * unit)) or units >= 1
+        assert not huge_pages.allocate(file.fileno(), 0, int(units * unit)) or units >= 1
         assert os.fstat(file.fileno()).st_blocks * 512 <= int(units) * unit
 
 
@@ -521,7 +521,7 @@ def test_a_file_without_huge_pages_is_left_as_it_was(tmp_path: Path) -> None:
     """No tmpfs, so the kernel refuses; an arena is then made of small pages."""
     with (tmp_path / "file").open("w+b") as file:
         file.truncate(8 << 20)
-        assert not huge_pages.allocate(file.fileno(), 8 << 20)
+        assert not huge_pages.allocate(file.fileno(), 0, 8 << 20)
         file.seek(0)
         assert file.read() == bytes(8 << 20)
 

@@ -145,6 +145,17 @@ def test_sources_stay_or_go_as_a_recovery_decides(
     assert len(arenas(host)) == left
 
 
+@pytest.mark.parametrize(("snapshot", "left"), [(NEW, 3), (SnapshotId(2, 1), 1)])
+def test_without_parity_sources_go_with_the_first_capture(
+    host: SmpService, snapshot: SnapshotId, left: int
+) -> None:
+    """Until then the job's notes may name no shards but them."""
+    reshaping(host)
+    hold(host, "dp0", snapshot)
+    ask(host, m.Commit(2, snapshot, "local"))
+    assert len(arenas(host)) == left
+
+
 def test_sources_go_when_a_snapshot_of_the_new_layout_is_protected(host: SmpService) -> None:
     reshaping(host)
     hold(host, "dp0", NEW)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatron_ft.checkpoint.decide import StripeState
@@ -189,6 +190,24 @@ def test_captures_are_skipped_and_counted_until_the_protected_one_gives_way() ->
     late = training(coordinator(), **held)
     assert full(late, skipped=MOST_SKIPPED, away=1e6)
     assert late.skips.total == MOST_SKIPPED
+
+
+def test_captures_wait_for_the_memory_of_further_slots() -> None:
+    of = training(coordinator(), n0=(), n1=())
+    told: list[str] = []
+    of.observers.add(lambda event: told.append(event.text))
+    of.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
+    answer = m.LeaseAnswer("n0", False, dict.fromkeys(PLACES, 20), "", 1.0)
+    assert of.cycle is not None
+    for shortage in ("", "no memory", "no memory"):
+        of._on_answer(msgspec.structs.replace(answer, unmade=True, shortage=shortage))
+        assert of._next(of.cycle) == []
+    assert "skipped for memory to be made" in headline(of)
+    held, lacking = told
+    assert held == "memory of a further slot is being made: captures are skipped"
+    assert lacking == "n0: no memory; no snapshot is taken before there is room"
+    of._on_answer(answer)
+    assert of._next(of.cycle)
 
 
 def test_nothing_is_given_up_while_a_refused_permit_is_waited_for() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_ft.arena import digest
+from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.digest import tail_is_zero
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.trainer.cpu import CpuCopier
@@ -85,3 +88,59 @@ def test_a_permit_that_is_revoked_after_the_copy_seals_nothing(smp: FakeSmp) -> 
     assert ticket.captured.result(WAIT)
     assert smp.sealed_records == {} and "revoked" in smp.abandoned_ids[snapshot]
     manager.close()
+
+
+class Attaching(CpuCopier):
+    """Notes how many regions it was given at a time."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.given: list[int] = []
+        self.twice = Event()
+
+    def attach(self, regions: Sequence[Any]) -> None:
+        super().attach(regions)
+        self.given.append(len(regions))
+        if len(self.given) == 2:
+            self.twice.set()
+
+
+def half_made(smp: FakeSmp, state: dict[str, Any]) -> Arena:
+    """An arena for a state, with the memory of one slot."""
+    first = make_manager(smp)
+    first.prepare(state)
+    first.close()
+    assert smp.arena is not None
+    header = smp.arena.header
+    smp.arena.close()
+    smp.arena = Arena.create(smp.path, header, replace=True, first_slot=True)
+    assert smp.arena.holes
+    return smp.arena
+
+
+def test_a_slot_is_attached_when_it_has_memory_and_captures_do_not_wait(smp: FakeSmp) -> None:
+    state = {"weights": torch.ones(1 << 20)}
+    arena, copier = half_made(smp, state), Attaching()
+    manager = make_manager(smp, copier=copier)
+    manager.prepare(state)
+    assert copier.given == [1] and arena.holes
+    snapshot = smp.grant(1, 0)
+    manager.save(1, state)
+    smp.wait_ended()
+    assert snapshot in smp.sealed_records and arena.holes, "nothing of the other slot was touched"
+    arena.complete(lambda: True)
+    assert copier.twice.wait(WAIT) and copier.given == [1, 1]
+    snapshot = smp.grant(2, 1)
+    manager.save(2, state)
+    smp.wait_ended()
+    assert snapshot in smp.sealed_records
+    manager.close()
+
+
+def test_a_trainer_that_ends_first_waits_for_no_memory(smp: FakeSmp) -> None:
+    state, copier = {"weights": torch.ones(1 << 20)}, Attaching()
+    arena = half_made(smp, state)
+    manager = make_manager(smp, copier=copier)
+    manager.prepare(state)
+    manager.close()
+    assert copier.given == [1] and arena.holes
