@@ -166,6 +166,24 @@ def test_the_same_job_is_started_again_with_other_ranks(
     check(tmp_path, nodes * per_node)
 
 
+@MORE
+def test_a_job_without_parity_changes_its_ranks_twice(made: list[Job], tmp_path: Path) -> None:
+    """The oldest layout is gone by then: it would be taken for the one to be reshaped."""
+    changes: dict[str, Any] = {"protect": "none"}
+    for nodes, until in ((4, 10), (2, 20)):
+        job = elastic_job(tmp_path, nodes, spares=4 - nodes, **changes)
+        made.append(job)
+        changes["name"] = job.name
+        with pytest.raises(asyncio.CancelledError):
+            job.run((until, Job.interrupt))
+    job = elastic_job(tmp_path, **changes)
+    made.append(job)
+    job.run((40, finish))
+    (restoring,) = (event.fields for event in job.events if event.kind == "restoring")
+    assert restoring["iteration"] > 10 and told(job, "reshaped"), job.story()
+    check(tmp_path, 4)
+
+
 def arenas(job: Job, node: str) -> list[Path]:
     folder = job.cluster.node_dir(node)
     return sorted(path for kind in ("arena", "source") for path in folder.glob(f"*.{kind}"))

@@ -14,6 +14,9 @@ ORACLE = "tests/unit/trainer/test_capture_oracle.py"
 MODEL = "tests/protocol/test_protocol_model.py::test_no_interleaving_loses_a_snapshot[xor:3]"
 
 
+RESHAPE = "tests/protocol/test_reshape_explored.py"
+
+
 @dataclass(frozen=True)
 class Bug:
     """``planted`` in words, as ``edits``, the test that is its ``check``, what that ``says``.
@@ -290,16 +293,24 @@ BUGS = (
         "test_a_shard_with_wrong_bytes_is_named_and_nothing_is_sealed",
     ),
     Bug(
-        "12 reshape from unproven bytes",
-        "sources are freed before a snapshot of the new layout is protected",
+        "13 the older layout is given up too early",
+        "sources are freed before a snapshot of the new layout is as safe",
         (
             Edit(
-                'request.level == "protected" and service.store.sources:',
-                "service.store.sources:",
+                '(commit.level == "protected" or (captured and not parity))',
+                '(commit.level == "protected" or parity)',
             ),
         ),
-        "what a node holds after each step of a reshape",
-        "tests/unit/smp/test_sources.py",
-        "test_sources_go_when_a_snapshot_of_the_new_layout_is_protected",
+        "a reshape that ends after each of its steps",
+        RESHAPE,
+        "without n[01] nothing is served",
+    ),
+    Bug(
+        "13 the older layout is given up too early",
+        "a recovery from the new layout frees the older one at once",
+        (Edit('return memory, "hold" if record.sources else "drop"', 'return memory, "drop"'),),
+        "a reshape that ends after each of its steps",
+        RESHAPE,
+        "without n[01] nothing is served",
     ),
 )
