@@ -184,6 +184,18 @@ def test_a_job_without_parity_changes_its_ranks_twice(made: list[Job], tmp_path:
     check(tmp_path, 4)
 
 
+@MORE
+def test_captures_wait_for_the_memory_of_a_second_slot(made: list[Job], tmp_path: Path) -> None:
+    elements, iterations = 36_000_000, 30
+    flags = {"elements": elements, "iterations": iterations, "seconds": 0.3}
+    job = elastic_job(tmp_path, 2, protect="xor:2", command_flags=flags)
+    made.append(job)
+    job.run((25, finish))
+    assert "memory of a further slot" in told(job, "held")[0] and told(job, "released"), job.story()
+    assert len(told(job, "committed")) >= 3, job.story()
+    check(tmp_path, 2, iterations, elements)
+
+
 def arenas(job: Job, node: str) -> list[Path]:
     folder = job.cluster.node_dir(node)
     return sorted(path for kind in ("arena", "source") for path in folder.glob(f"*.{kind}"))
