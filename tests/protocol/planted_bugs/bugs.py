@@ -193,7 +193,7 @@ BUGS = (
         "captures always take slot 0, the last snapshot or not",
         (
             Edit(
-                "        index = oldest_reusable(self.slots, spared)\n",
+                "        index = oldest_reusable(self._made, spared)\n",
                 "        ready = self.slots[0].state in (SlotState.FREE, SlotState.COMMITTED)\n"
                 "        index = 0 if ready else None\n",
             ),
