@@ -261,6 +261,8 @@ def _headline(job: dict[str, Any]) -> str:
     paused = ", snapshots paused" if summary.get("paused") else ""
     skipped = f", snapshots skipped for {summary['skipping_for']}"
     paused += skipped if summary.get("skipping_for") else ""
+    if until := summary.get("waits_until"):
+        paused += f", no snapshot before iteration {until} (late iterations)"
     if summary.get("skipped"):
         paused += f", {summary['skipped']} skipped so far"
     iteration = "none" if summary["iteration"] < 0 else summary["iteration"]

@@ -64,6 +64,14 @@ class SnapshotConfig:
         accepts=lambda v: 0 < v <= 50,
         unit="percent",
     )
+    p99_budget_percent: float = number(
+        0.0,
+        "Most that snapshots may add to the 99th percentile of iteration times; they wait where "
+        "they add more. 0: no budget.",
+        allowed="percent >= 0",
+        accepts=lambda v: v >= 0,
+        unit="percent",
+    )
     expected_mtbf_hours: float = number(
         3.0,
         "Time between failures that the job expects before it has seen any; for the interval auto.",

@@ -435,6 +435,7 @@ EventBody = (
     | node.CorruptShard
     | node.Unfit
     | node.CaptureCost
+    | node.Slowed
     | node.EncoderHello
     | node.EncoderRefused
     | node.EncoderWaits

@@ -260,6 +260,14 @@ class CaptureCost(Message, frozen=True):
     shadow_seconds: float = 0.0
 
 
+class Slowed(Message, frozen=True):
+    """Iterations up to ``iteration`` that a snapshot has made late: how many; 0: it may have."""
+
+    shard_id: ShardId
+    iteration: int
+    late: Count
+
+
 class SnapshotOutcome(Message, frozen=True):
     """SMP to trainer: a snapshot reached ``state``: protected, committed or aborted."""
 

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 RESTORE_TIMEOUT_SECONDS = 50.0
 """Longest wait for the coordinator to say what is restored; trainers wait longer for an answer."""
 
-PASSED_ON = (m.Restored, m.Declined, m.CorruptShard, m.Unfit, m.CaptureCost)
+PASSED_ON = (m.Restored, m.Declined, m.CorruptShard, m.Unfit, m.CaptureCost, m.Slowed)
 """Messages of trainers that the coordinator alone decides upon."""
 
 

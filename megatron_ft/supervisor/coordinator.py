@@ -120,6 +120,7 @@ class Coordinator(Connections):
             "paused": self.paused,
             "held": self.pinned,
             "skipping_for": reason,
+            "waits_until": self._waits_until(),
             "skipped": self.skips.total + self.skips.now,
             "drain_failures": self.drain_failures[0],
             "drain_failure": self.drain_failures[1],
@@ -138,6 +139,12 @@ class Coordinator(Connections):
             "node_loss": None if node_loss is None else node_loss.iteration,
             "durable": None if durable is None else _named(*durable),
         }
+
+    def _waits_until(self) -> int | None:
+        """The iteration up to which snapshots wait because they make iterations late."""
+        cycle = self.cycle
+        until = 0 if cycle is None else cycle.schedule.debt.until
+        return None if cycle is None or self._fastest(cycle) >= until else until
 
     def summary(self) -> bytes:
         """The whole summary, as every SMP has it."""

@@ -160,7 +160,7 @@ class SnapshotCycle:
         if self.phase != CyclePhase.IDLE or self._last:
             return []
         self.schedule.reached(progress)
-        if self.schedule.waits(progress):
+        if self.schedule.waits(progress, urgent=ahead is not None):
             return []
         self._sequence += 1
         self.snapshot = SnapshotId(self.incarnation, self._sequence)

@@ -27,6 +27,8 @@ KINDS: Mapping[str, str] = {
     "paused": "snapshots were paused by command",
     "resumed": "snapshots were resumed by command",
     "interval": "the interval of snapshots was changed",
+    "pressure": "snapshots wait, as they make iterations late",
+    "pressure_over": "snapshots are taken at their interval again, after they have waited",
     "drained": "a snapshot is on disk",
     "drain_urged": "a drain begins before it is due",
     "drain_failed": "a snapshot could not be written to disk",

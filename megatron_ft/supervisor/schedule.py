@@ -16,7 +16,8 @@ from statistics import median
 
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.events import JobEvent, Observers
+from megatron_ft.supervisor.pressure import Debt
 
 
 class Schedule:
@@ -30,6 +31,8 @@ class Schedule:
     when a permit came too late and shrinks again after ``CALM`` commits in a row.  Where every
     iteration is wanted it may be 0: the permit is then for the iteration under way, which is in
     time where iterations are longer than its journey.
+
+    ``debt`` holds snapshots back that have made too many iterations late.
     """
 
     MOST_LEAD = 64
@@ -37,7 +40,7 @@ class Schedule:
 
     def __init__(self, interval: int, first: int = 0, *, fixed: bool = True) -> None:
         self.interval, self.fixed, self.first = interval, fixed, first
-        self.lead = self._least_lead()
+        self.lead, self.debt = self._least_lead(), Debt()
         self._before = self._spent = self._reached = first
         self._refused = -1
         self._commits_in_a_row = 0
@@ -63,6 +66,7 @@ class Schedule:
         """
         if 0 <= progress < self._reached:
             self._before = self._spent = self._refused = progress
+            self.debt = Debt()
         self._reached = max(progress, 0)
 
     def permitted(self, iteration: int) -> None:
@@ -73,9 +77,12 @@ class Schedule:
         """Wait for the iteration of a refused permit: a node cannot take snapshots for now."""
         self._refused = self._spent
 
-    def waits(self, progress: int) -> bool:
-        """True until training reaches the iteration of a refused permit."""
-        return progress < self._refused
+    def waits(self, progress: int, *, urgent: bool = False) -> bool:
+        """True until training reaches the iteration of a refused permit, or its debt is paid.
+
+        What is ``urgent`` waits for no debt.
+        """
+        return progress < self._refused or (not urgent and progress < self.debt.until)
 
     def missed(self) -> None:
         """Note that the permit came too late for some rank.
@@ -172,6 +179,8 @@ class Pacing:
         self._observers, self._clock, self._since = observers, clock, clock()
         self._failures = self._emitted = 0
         self._schedule: Schedule | None = None
+        self._late = False
+        observers.add(self._on_job_event)
 
     def begin(self, interval: int, first: int) -> Schedule:
         """The schedule of an incarnation that starts from iteration ``first``.
@@ -179,7 +188,7 @@ class Pacing:
         Without an ``interval`` (0) it has what is known from earlier incarnations.
         """
         governed = interval or self._governor.iterations
-        self._schedule = Schedule(governed, first, fixed=interval > 0)
+        self._schedule, self._late = Schedule(governed, first, fixed=interval > 0), False
         return self._schedule
 
     def failed(self) -> None:
@@ -187,8 +196,11 @@ class Pacing:
         self._failures += 1
 
     def on_event(self, event: m.NodeEvent) -> None:
-        """A listener of the coordinator: takes what captures have cost."""
+        """A listener of the coordinator: takes what captures have cost, and how late they made
+        iterations."""
         body, schedule, governor = event.body, self._schedule, self._governor
+        if schedule is not None and isinstance(body, m.Slowed):
+            self._wait(schedule.debt, body)
         if schedule is None or schedule.fixed or not isinstance(body, m.CaptureCost):
             return
         cost = body.stall_seconds + body.shadow_seconds
@@ -203,3 +215,20 @@ class Pacing:
             text = f"a snapshot every {now} iterations: {governor.overhead:.2%} of training time, "
             text += f"{mtbf / 3600:.3g} h between failures"
             self._observers.emit("interval", text, iterations=now, overhead=governor.overhead)
+
+    def _wait(self, debt: Debt, slowed: m.Slowed) -> None:
+        """Hold snapshots back for iterations that one has made late."""
+        before = debt.until
+        debt.charge(slowed.iteration, slowed.late)
+        if debt.until > max(before, slowed.iteration):
+            self._late = self._late or slowed.late > 0
+            seen = f"{slowed.late} iterations" if slowed.late else f"iteration {slowed.iteration}"
+            judged = "made late" if slowed.late else "may have made late"
+            text = f"no snapshot before iteration {debt.until}: the last one {judged} {seen}"
+            self._observers.emit("pressure", text, until=debt.until, late=slowed.late)
+
+    def _on_job_event(self, event: JobEvent) -> None:
+        if self._late and event.kind == "committed" and self._schedule is not None:
+            if event.fields["iteration"] >= self._schedule.debt.until:
+                self._late = False
+                self._observers.emit("pressure_over", "snapshots are taken at their interval again")

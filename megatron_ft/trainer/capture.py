@@ -29,7 +29,7 @@ from megatron_ft.trainer.copier import Copier
 from megatron_ft.trainer.engine import CaptureEngine, CaptureRun
 from megatron_ft.trainer.replicas import ReplicaDigester
 from megatron_ft.trainer.state import TrainingState, live_tensors
-from megatron_ft.trainer.stats import CaptureStats, IterationTimes, Warner
+from megatron_ft.trainer.stats import CaptureStats, IterationTimes, LateIterations, Warner
 from megatron_ft.trainer.ticket import Ticket, TicketBook
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,8 @@ class Capture:
         self._timeout_seconds = config.fence_timeout_seconds
         self._losses = LossGate(config.loss_gate)
         self._replicas = ReplicaDigester(config.compare_replicas, config.compare_except or "")
-        self._times = IterationTimes()
+        self._times, self._beside = IterationTimes(), False
+        self._late = LateIterations(config.p99_budget_percent)
         self._tickets = TicketBook()
         self._engine: CaptureEngine | None = None
         self._form = b""
@@ -174,15 +175,24 @@ class Capture:
         self._losses.report(loss)
 
     def end_iteration(
-        self, iteration: int, adapt: Callable[[], TrainingState], *, declined: bool
+        self,
+        iteration: int,
+        adapt: Callable[[], TrainingState],
+        *,
+        declined: bool,
+        seconds: float | None = None,
     ) -> Ticket:
-        """``iteration`` has ended: do what is due.
+        """``iteration`` has ended, after so many ``seconds`` if they count: do what is due.
 
         ``adapt`` makes the state of now, if it is captured.  ``declined`` says that this rank
         started without the snapshot that it was offered.
         """
         self._times.end(time.monotonic(), self._stats.stall_seconds)
+        late = self._late.ended(seconds, self._beside)
+        if late is not None:
+            self._client.send(m.Slowed(self._client.shard_id, iteration, late))
         ticket = self._act(iteration, adapt, declined)
+        self._beside = self.under_way or not ticket.skipped
         self._times.begin(time.monotonic(), self._stats.stall_seconds, self.under_way)
         return ticket
 

@@ -78,16 +78,19 @@ class Iterations:
         self._mark(now)
         self._stepped = True
 
-    def ended(self, now: float, waited: float = 0.0) -> None:
+    def ended(self, now: float, waited: float = 0.0) -> float | None:
         """An iteration has ended; the next one begins.  ``waited`` is the time that all so far
-        spent in collectives.
+        spent in collectives.  Returns its seconds, None of the first ones and of one with a pause.
         """
         self._mark(now)
-        if self._began is not None and not self._disturbed:
-            self._count(now - self._began, waited - self._waited)
+        seconds = None
+        if self._began is not None and not self._disturbed and self.done >= FIRST_ITERATIONS:
+            seconds = now - self._began
+            self._count(seconds, waited - self._waited)
         self._waited = waited
         self.done, self._began = self.done + 1, now
         self._disturbed = self._stepped = False
+        return seconds
 
     def disturbed(self, now: float) -> None:
         """A pause begins or ends: the iteration in which it is says nothing."""
@@ -99,8 +102,6 @@ class Iterations:
         self._marked = now
 
     def _count(self, seconds: float, waited: float) -> None:
-        if self.done < FIRST_ITERATIONS:
-            return
         self._works.append(max(0.0, seconds - waited))
         change = _SMOOTHING * (seconds - self.typical)
         self.typical = self.typical + change if self.typical else seconds
@@ -153,13 +154,14 @@ class TrainerWatch:
         self._iterations.step(now)
         self._passed(now)
 
-    def iteration_ended(self, iteration: int) -> None:
-        """``iteration`` has ended."""
+    def iteration_ended(self, iteration: int) -> float | None:
+        """``iteration`` has ended; its seconds as of ``Iterations.ended``."""
         now = self._clock()
-        self._iterations.ended(now, 0.0 if self.file is None else self.file.waited)
+        seconds = self._iterations.ended(now, 0.0 if self.file is None else self.file.waited)
         self._pulse.iteration = iteration
         self._pulse.first = self._pulse.first or now
         self._passed(now)
+        return seconds
 
     @contextmanager
     def pause(self) -> Iterator[None]:

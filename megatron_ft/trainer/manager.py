@@ -272,9 +272,12 @@ class SnapshotManager:
         if not self._capture.is_open:
             self.prepare(state)
         try:
-            self.watch.iteration_ended(iteration)
+            seconds = self.watch.iteration_ended(iteration)
             return self._capture.end_iteration(
-                iteration, lambda: self._adapt(state), declined=self._pending.declined
+                iteration,
+                lambda: self._adapt(state),
+                declined=self._pending.declined,
+                seconds=seconds,
             )
         except Exception as error:
             # Snapshots are a service to training and must never end it.

@@ -7,6 +7,7 @@ flood logs.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
@@ -98,6 +99,63 @@ class IterationTimes:
             return
         self._shadows.append(sum(min(seconds, 2 * usual) - usual for seconds in busy))
         self.shadow_seconds = max(0.0, median(self._shadows))
+
+
+QUIET_WINDOW = 128
+QUIET_AGE = 1024
+LEAST_QUIET = 32
+"""Iterations without a snapshot that say how long one takes: the last QUIET_WINDOW, as long as
+LEAST_QUIET of them are no older than QUIET_AGE iterations."""
+
+
+class LateIterations:
+    """Finds the iterations that a snapshot makes late: longer by more than the budget, in percent,
+    than the 99th percentile of those without one.
+
+    Something else may have slowed the machine down just then.  So an iteration that seems late,
+    or has none to compare with, is a suspect; it is judged after LEAST_QUIET iterations without a
+    snapshot, against these and the ones before.
+    """
+
+    def __init__(self, budget_percent: float) -> None:
+        self._factor = 1 + budget_percent / 100 if budget_percent else 0.0
+        self._quiet: deque[tuple[int, float]] = deque(maxlen=QUIET_WINDOW)
+        self._suspects: list[float] = []
+        self._count = self._fresh = 0
+        self._known = 0.0
+
+    def ended(self, seconds: float | None, busy: bool) -> int | None:
+        """Take an iteration, all of it, None if it had a pause; ``busy``: beside a snapshot.
+
+        Returns 0 if it is a suspect, the number of late ones if suspects were judged just now.
+        """
+        if not self._factor or seconds is None:
+            return None
+        self._count += 1
+        if not busy:
+            self._quiet.append((self._count, seconds))
+            self._fresh, self._known = self._fresh + 1, 0.0
+            return self._judged() if self._suspects and self._fresh >= LEAST_QUIET else None
+        self._fresh = 0
+        if seconds <= self._limit():
+            return None
+        self._suspects.append(seconds)
+        return 0
+
+    def _judged(self) -> int | None:
+        limit, suspects = self._limit(), self._suspects
+        self._suspects = []
+        return sum(seconds > limit for seconds in suspects) or None
+
+    def _limit(self) -> float:
+        """Longest time that is not late; 0: unknown."""
+        quiet = self._quiet
+        if len(quiet) < LEAST_QUIET or quiet[-LEAST_QUIET][0] <= self._count - QUIET_AGE:
+            return 0.0
+        if not self._known:
+            usual = sorted(seconds for _, seconds in quiet)
+            self._known = self._factor * usual[math.ceil(0.99 * len(usual)) - 1]
+        return self._known
 
 
 class Warner:

@@ -1,7 +1,8 @@
 """A loop whose snapshots become ten times dearer at one iteration; it writes down what they cost.
 
 Arguments: iterations, the iteration from which on they are dear, seconds that a cheap one
-holds training, seconds of an iteration, the file to write.
+holds training, seconds of an iteration, the file to write, and the iteration from which on they
+are cheap again (none: never).
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ class DearCopier(CpuCopier):
         return super().stage(items)
 
 
-def main(iterations: int, dear: int, cheap_seconds: float, iteration: float, file: str) -> None:
+def main(
+    iterations: int,
+    dear: int,
+    cheap_seconds: float,
+    iteration: float,
+    file: str,
+    again: int = sys.maxsize,
+) -> None:
     """Train, and write one line an iteration: its end, and all stalls so far, in seconds."""
     copier = DearCopier(1 << 20)
     snapshots = SnapshotManager(SnapshotConfig.from_env(), copier=copier)
@@ -40,7 +48,7 @@ def main(iterations: int, dear: int, cheap_seconds: float, iteration: float, fil
             time.sleep(iteration)
             with snapshots.fence():
                 state["weight"] += 1
-            copier.seconds = cheap_seconds * (1 if number < dear else 10)
+            copier.seconds = cheap_seconds * (10 if dear <= number < again else 1)
             snapshots.save(number, state)
             lines.write(json.dumps([number, time.monotonic(), snapshots.stats.stall_seconds]))
             lines.write("\n")
@@ -48,4 +56,5 @@ def main(iterations: int, dear: int, cheap_seconds: float, iteration: float, fil
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]), sys.argv[5])
+    count, first, cheap, each, to, *end = sys.argv[1:]
+    main(int(count), int(first), float(cheap), float(each), to, *map(int, end))

@@ -122,7 +122,7 @@ class Memory:
                 tensor_bytes=size,
                 meta=pack_meta(self.layout.to_bytes(), {"iteration": iteration}),
                 layout_hash=self.layout.hash(),
-                block_bytes=BLOCK,
+                block_bytes=self.geometry.block_bytes,
             )
             del data
             header = SlotHeader(state, snapshot, iteration, True, record)
@@ -137,9 +137,9 @@ class Memory:
             del data
 
 
-def waiting(root: Path, sequence: int = 1, width: int = 100, **digests: int) -> Memory:
+def waiting(root: Path, sequence: int = 1, width: int = 100, block_bytes: int = BLOCK) -> Memory:
     """Arenas in which a slot waits for the snapshot; it holds an older, longer one's bytes."""
-    memory = Memory(root, width=width, **digests)
+    memory = Memory(root, width=width, block_bytes=block_bytes)
     for shard in SHARDS:
         with Arena.open(memory.path(shard)) as arena:
             arena.data(1, writable=True)[:] = 0xFF

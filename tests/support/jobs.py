@@ -139,6 +139,7 @@ class Job:
     restore_from: Path | None = None
     scrub_percent: float = 1.0
     expected_mtbf_hours: float = 3.0
+    p99_budget_percent: float = 0.0
     transport: str = "auto"
     domains: Mapping[str, str] = field(default_factory=dict)
     hang_seconds: float = 600.0

@@ -38,6 +38,7 @@ GIVEN = {
     "--lease-seconds": "17.0",
     "--register-timeout-seconds": "99.0",
     "--overhead-percent": "2.5",
+    "--p99-budget-percent": "5.0",
     "--expected-mtbf-hours": "7.5",
     "--encode-bandwidth-mib": "640.0",
     "--hang-seconds": "44.0",

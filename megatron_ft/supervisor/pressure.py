@@ -1,0 +1,53 @@
+"""The budget of the slowest iterations: snapshots wait while they make too many iterations late.
+
+Trainers judge, as only they know their iterations (LateIterations of trainer/stats.py).  Here it is
+decided how long the next snapshot waits.  An iteration that may be late beside a snapshot asks for
+a rest, in which trainers see how long iterations take without one.  Each iteration that was late by
+comparison costs PRICE iterations; CREDIT of them are free.  So of any n iterations no more than
+n / PRICE + CREDIT are late, and those of one snapshot.
+"""
+
+from __future__ import annotations
+
+REST = 40
+"""Iterations without a snapshot behind one that may be late: trainers compare it with 32."""
+
+PRICE = 200
+"""Iterations that pay for a late one: half a percent.  The other half is for iterations that are
+late without any snapshot."""
+
+CREDIT = 2
+"""Late iterations for which nothing waits."""
+
+MOST_WAIT = 1000
+"""Most iterations for which snapshots wait, whatever one has cost: protection must come back."""
+
+
+class Debt:
+    """Late iterations that are not paid for yet.  Pure.
+
+    ``until`` is the first iteration after which a snapshot may be permitted.
+    """
+
+    def __init__(self) -> None:
+        self._rest = self._paid = self._judged = self._most = 0
+
+    @property
+    def until(self) -> int:
+        """The end of the rest, or of what is owed if that is later."""
+        return max(self._rest, self._paid - CREDIT * PRICE)
+
+    def charge(self, iteration: int, late: int) -> None:
+        """Take one rank's word after ``iteration``: so many were late; 0: one may have been.
+
+        Ranks iterate together and speak of the same iterations, a moment apart: the one that
+        counts most is charged.
+        """
+        if not late:
+            self._rest = max(self._rest, iteration + REST)
+            return
+        if iteration > self._judged + REST // 2:
+            self._judged, self._most = iteration, 0
+        more, self._most = max(0, late - self._most), max(late, self._most)
+        owed = max(self._paid, iteration) + more * PRICE
+        self._paid = min(owed, iteration + CREDIT * PRICE + MOST_WAIT)

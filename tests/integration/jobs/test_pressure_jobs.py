@@ -1,0 +1,45 @@
+"""A job whose snapshots become dear for a while keeps its budget, and is protected again after."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.supervisor.pressure import CREDIT, MOST_WAIT, PRICE
+from tests.support.jobs import ROOT, Job
+
+DEAR, AGAIN, ITERATIONS = 150, 550, 1100
+CHEAP_SECONDS, ITERATION_SECONDS = 0.002, 0.004
+
+
+def test_snapshots_wait_while_they_make_iterations_late_and_return(
+    tmp_path: Path, made: list[Any]
+) -> None:
+    """From 150 to 550 of 1100 each snapshot holds training for five iterations."""
+    file = tmp_path / "costs"
+    words = [ITERATIONS, DEAR, CHEAP_SECONDS, ITERATION_SECONDS, file, AGAIN]
+    program = str(ROOT / "tests" / "programs" / "governed_training.py")
+    job = Job(
+        tmp_path,
+        nodes=1,
+        protect="none",
+        command=(sys.executable, program, *map(str, words)),
+        environment={"MEGATRON_FT_SNAPSHOT_INTERVAL": "2"},
+        p99_budget_percent=100.0,
+    )
+    made.append(job)
+    job.run()
+    stalls = [json.loads(line)[2] for line in file.read_text().splitlines()]
+    held = [after - before for before, after in itertools.pairwise(stalls)]
+    dear = [one for one in held[DEAR:AGAIN] if one > 5 * CHEAP_SECONDS]
+    assert CREDIT < len(dear) <= (AGAIN - DEAR) / PRICE + CREDIT + 4, "late iterations"
+    back = held[AGAIN + 3 * PRICE // 2 :]
+    taken = sum(one > CHEAP_SECONDS / 2 for one in back)
+    assert taken > 4 * len(back) / PRICE + CREDIT, "snapshots are not back"
+    steps = [event for event in job.events if event.kind.startswith("pressure")]
+    waits = [event.fields["until"] for event in steps if event.fields.get("late")]
+    assert waits and max(waits) <= AGAIN + MOST_WAIT
+    assert steps[-1].kind == "pressure_over" or steps[-1].fields["late"] == 0
