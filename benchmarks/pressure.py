@@ -37,10 +37,10 @@ INTERVAL = 20
 BUDGET_PERCENT = 10
 BEGIN, LENGTH, AFTER = 200, 1000, 700
 """Iterations before the hog, under it and after it."""
-MIB = 32
+MIB = 64
 HOG_SECONDS = 600
 """A hog ends by itself, should its rank have died."""
-PRODUCTS = 40
+PRODUCTS = 10
 
 
 RUNGS = {

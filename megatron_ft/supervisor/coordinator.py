@@ -144,7 +144,7 @@ class Coordinator(Connections):
         """The iteration up to which snapshots wait because they make iterations late."""
         cycle = self.cycle
         until = 0 if cycle is None else cycle.schedule.debt.until
-        return None if cycle is None or self._fastest(cycle) >= until else until
+        return None if cycle is None or max(self._fastest(cycle), 0) >= until else until
 
     def summary(self) -> bytes:
         """The whole summary, as every SMP has it."""

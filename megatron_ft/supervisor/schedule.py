@@ -82,7 +82,7 @@ class Schedule:
 
         What is ``urgent`` waits for no debt.
         """
-        return progress < self._refused or (not urgent and progress < self.debt.until)
+        return progress < self._refused or (not urgent and max(progress, 0) < self.debt.until)
 
     def missed(self) -> None:
         """Note that the permit came too late for some rank.
