@@ -104,8 +104,8 @@ class IterationTimes:
 QUIET_WINDOW = 128
 QUIET_AGE = 1024
 LEAST_QUIET = 32
-"""Iterations without a snapshot that say how long one takes: the last QUIET_WINDOW, as long as
-LEAST_QUIET of them are no older than QUIET_AGE iterations."""
+"""Iterations without a snapshot that say how long one takes: the last QUIET_WINDOW that are no
+older than QUIET_AGE iterations, if they are LEAST_QUIET at least."""
 
 
 class LateIterations:
@@ -149,11 +149,11 @@ class LateIterations:
 
     def _limit(self) -> float:
         """Longest time that is not late; 0: unknown."""
-        quiet = self._quiet
-        if len(quiet) < LEAST_QUIET or quiet[-LEAST_QUIET][0] <= self._count - QUIET_AGE:
+        quiet, oldest = self._quiet, self._count - QUIET_AGE
+        if len(quiet) < LEAST_QUIET or quiet[-LEAST_QUIET][0] <= oldest:
             return 0.0
         if not self._known:
-            usual = sorted(seconds for _, seconds in quiet)
+            usual = sorted(seconds for count, seconds in quiet if count > oldest)
             self._known = self._factor * usual[math.ceil(0.99 * len(usual)) - 1]
         return self._known
 
