@@ -24,8 +24,8 @@ from megatron_ft.checkpoint.live import open_live
 from megatron_ft.checkpoint.source import open_newest
 from tests.support.disk_samples import Memory
 
-SHARD_MIB, ROUNDS = 512, 7
-STATE_MIB, ITERATIONS, EVERY = 32, 2400, 600
+SHARD_MIB, ROUNDS = 256, 5
+STATE_MIB, ITERATIONS, EVERY = 16, 2000, 120
 SLOW_MIB = 5e6 / (1 << 20)
 
 

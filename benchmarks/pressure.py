@@ -35,12 +35,12 @@ from megatron_ft import SnapshotConfig, SnapshotManager
 HOGS = ("none", "processor", "memory", "network", "storage")
 INTERVAL = 20
 BUDGET_PERCENT = 10
-BEGIN, LENGTH, AFTER = 200, 1000, 700
+BEGIN, LENGTH, AFTER = 150, 800, 500
 """Iterations before the hog, under it and after it."""
-MIB = 64
+MIB = 32
 HOG_SECONDS = 600
 """A hog ends by itself, should its rank have died."""
-PRODUCTS = 10
+PRODUCTS = 5
 
 
 RUNGS = {

@@ -1,8 +1,8 @@
-"""A loop whose snapshots become ten times dearer at one iteration; it writes down what they cost.
+"""A loop whose snapshots become dearer at one iteration; it writes down what they cost.
 
 Arguments: iterations, the iteration from which on they are dear, seconds that a cheap one
-holds training, seconds of an iteration, the file to write, and the iteration from which on they
-are cheap again (none: never).
+holds training, seconds of an iteration, the file to write; then the iteration from which on they
+are cheap again (none: never), and how many times as dear they are between (none: ten).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def main(
     iteration: float,
     file: str,
     again: int = sys.maxsize,
+    times: int = 10,
 ) -> None:
     """Train, and write one line an iteration: its end, and all stalls so far, in seconds."""
     copier = DearCopier(1 << 20)
@@ -48,7 +49,7 @@ def main(
             time.sleep(iteration)
             with snapshots.fence():
                 state["weight"] += 1
-            copier.seconds = cheap_seconds * (10 if dear <= number < again else 1)
+            copier.seconds = cheap_seconds * (times if dear <= number < again else 1)
             snapshots.save(number, state)
             lines.write(json.dumps([number, time.monotonic(), snapshots.stats.stall_seconds]))
             lines.write("\n")
@@ -56,5 +57,5 @@ def main(
 
 
 if __name__ == "__main__":
-    count, first, cheap, each, to, *end = sys.argv[1:]
-    main(int(count), int(first), float(cheap), float(each), to, *map(int, end))
+    count, first, cheap, each, to, *rest = sys.argv[1:]
+    main(int(count), int(first), float(cheap), float(each), to, *map(int, rest))
