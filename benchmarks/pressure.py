@@ -31,8 +31,12 @@ import torch.distributed as dist
 
 from benchmarks.jobs import Jobs, supervised
 from megatron_ft import SnapshotConfig, SnapshotManager
+from tests.programs.governed_training import DearCopier
 
-HOGS = ("none", "processor", "memory", "network", "storage")
+SLOW = "slow copies"
+HOGS = ("none", "processor", "memory", "network", "storage", SLOW)
+SLOW_SECONDS = 0.5
+"""Time for which a snapshot holds training under the hog SLOW, as a busy link to a GPU does."""
 INTERVAL = 20
 BUDGET_PERCENT = 10
 BEGIN, LENGTH, AFTER = 150, 800, 500
@@ -98,13 +102,16 @@ def rank(plan: Plan) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     alike = {f"w{i}": dist.group.WORLD for i in range(4)}
-    snapshots = SnapshotManager(SnapshotConfig.from_env(), replicated=alike)
+    copier = DearCopier(1 << 20) if plan.hog == SLOW else None
+    snapshots = SnapshotManager(SnapshotConfig.from_env(), replicated=alike, copier=copier)
     state = {f"w{i}": torch.zeros(plan.mib << 15) for i in range(8)}
     snapshots.load(into=state)
     left, lines, ticket = torch.rand(192, 192), list[Line](), None
     started, disturber = time.monotonic(), None
     for iteration in range(1, plan.iterations + 1):
-        if iteration == BEGIN and plan.hog != "none":
+        if copier is not None:
+            copier.seconds = SLOW_SECONDS if BEGIN <= iteration < BEGIN + LENGTH else 0.0
+        elif iteration == BEGIN and plan.hog != "none":
             words = [sys.executable, "-m", "benchmarks.pressure", "--disturb", plan.hog]
             disturber = subprocess.Popen(words)
         if iteration == BEGIN + LENGTH and disturber is not None:

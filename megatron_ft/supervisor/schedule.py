@@ -220,7 +220,7 @@ class Pacing:
         """Hold snapshots back for iterations that one has made late."""
         before = debt.until
         debt.charge(slowed.iteration, slowed.late)
-        if debt.until > max(before, slowed.iteration):
+        if debt.until > before and (slowed.late or before <= slowed.iteration):
             self._late = self._late or slowed.late > 0
             seen = f"{slowed.late} iterations" if slowed.late else f"iteration {slowed.iteration}"
             judged = "made late" if slowed.late else "may have made late"

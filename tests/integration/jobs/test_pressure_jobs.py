@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.cli.status import render
 from megatron_ft.supervisor.pressure import CREDIT, MOST_WAIT, PRICE
 from tests.support.jobs import ROOT, Job
 
@@ -30,6 +31,15 @@ def test_snapshots_wait_while_they_make_iterations_late_and_return(
         environment={"MEGATRON_FT_SNAPSHOT_INTERVAL": "2"},
         p99_budget_percent=100.0,
     )
+    shown: list[Any] = []
+
+    def look(job: Job) -> None:
+        state = job.supervisor.coordinator.view()["state"]
+        known = {"exposure": {}, "nodes": {}, "supervised": True}
+        summary = {**state, "iteration": 1, "incarnation": 1}
+        shown.append((state["waits_until"], render("job", {**known, "summary": summary})))
+
+    job.at_event["pressure"] = look
     made.append(job)
     job.run()
     stalls = [json.loads(line)[2] for line in file.read_text().splitlines()]
@@ -40,6 +50,9 @@ def test_snapshots_wait_while_they_make_iterations_late_and_return(
     taken = sum(one > CHEAP_SECONDS / 2 for one in back)
     assert taken > 4 * len(back) / PRICE + CREDIT, "snapshots are not back"
     steps = [event for event in job.events if event.kind.startswith("pressure")]
+    until, text = shown[0]
+    assert until == steps[0].fields["until"]
+    assert f"no snapshot before iteration {until} (late iterations)" in text
     waits = [event.fields["until"] for event in steps if event.fields.get("late")]
     assert waits and max(waits) <= AGAIN + MOST_WAIT
     assert steps[-1].kind == "pressure_over" or steps[-1].fields["late"] == 0
