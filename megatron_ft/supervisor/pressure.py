@@ -12,14 +12,14 @@ from __future__ import annotations
 REST = 40
 """Iterations without a snapshot behind one that may be late: trainers compare it with 32."""
 
-PRICE = 200
-"""Iterations that pay for a late one: half a percent.  The other half is for iterations that are
+PRICE = 400
+"""Iterations that pay for a late one: a quarter of a percent.  The rest is for iterations that are
 late without any snapshot."""
 
-CREDIT = 2
+CREDIT = 1
 """Late iterations for which nothing waits."""
 
-MOST_WAIT = 1000
+MOST_WAIT = 2000
 """Most iterations for which snapshots wait, whatever one has cost: protection must come back."""
 
 
