@@ -151,8 +151,7 @@ class InMemoryState:
         """The step of a checkpoint, -1 if there is none, or if it was saved without this class."""
         index = self._accelerator._custom_objects.index(self._progress)
         file = Path(checkpoint or os.devnull, f"custom_checkpoint_{index}.pkl")
-        # It is the user's own checkpoint, which Accelerate would unpickle as well.
-        state = torch.load(file, weights_only=False) if file.is_file() else {}
+        state = torch.load(file, weights_only=True) if file.is_file() else {}
         return int(state.get(_STEP, -1))
 
 
