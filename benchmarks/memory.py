@@ -17,6 +17,7 @@ from benchmarks.capturing import MEBI, Capturing, capturing, plain_copy, tensors
 from benchmarks.rounds import ratios, seconds
 from benchmarks.table import Row
 from megatron_ft.trainer.binding import region_tensor
+from megatron_ft.trainer.copier import Bytes, ranges
 from megatron_ft.trainer.cuda import CudaCopier
 
 TURNS = 3
@@ -57,7 +58,12 @@ def _registration(mib: int, rounds: int) -> Iterator[Row]:
         # Not zeros: their pages would be made in the time that is measured.
         region = torch.ones(mib * MEBI, dtype=torch.uint8).numpy()
         copier = CudaCopier(torch.cuda.current_device(), piece_bytes=MEBI)
-        samples.append(mib / 1024 / seconds(lambda c=copier, r=region: c.attach([r])))  # type: ignore[misc]
+
+        def lock(copier: CudaCopier = copier, region: Bytes = region) -> None:
+            for start, stop in ranges(region.ctypes.data, region.nbytes):
+                copier.attach(region[start:stop])
+
+        samples.append(mib / 1024 / seconds(lock))
         locked = region_tensor(region).is_pinned()
         copier.detach()
         if not locked:

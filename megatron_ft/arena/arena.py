@@ -262,10 +262,14 @@ class Arena:
         at = self._geometry.parity_digest_offset(slot)
         return self._view(np.uint64, at, self._geometry.parity_blocks, writable)
 
-    def prefault(self, slot: int) -> None:
-        """Map every page of the slot's writable data view now, not during the first capture."""
-        at = self._geometry.data_offset(slot)
-        self._writable_mapping(at, self._geometry.data_bytes).populate()
+    def prefault(self, slot: int, start: int = 0, stop: int | None = None) -> None:
+        """Map pages of the slot's writable data view now, not during the first capture.
+
+        ``start`` and ``stop`` are byte offsets in that view.
+        """
+        sizes = self._geometry
+        view = self._writable_mapping(sizes.data_offset(slot), sizes.data_bytes)
+        view.populate(start, sizes.data_bytes if stop is None else stop)
 
     def release(self, slot: int) -> None:
         """Empty a slot and give its memory back; nobody may write to it before ``reserve``."""

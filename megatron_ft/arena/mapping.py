@@ -173,13 +173,16 @@ class Mapping:
         """An array over the mapping's own bytes, read-only where the mapping is."""
         return np.frombuffer(self._mapped, dtype=dtype, count=count, offset=self._skip + offset)
 
-    def populate(self) -> None:
-        """Make every page exist and be mapped; ArenaMemoryError instead of a later SIGBUS."""
+    def populate(self, start: int = 0, stop: int | None = None) -> None:
+        """Make every page of a part exist and be mapped; ArenaMemoryError instead of a later
+        SIGBUS."""
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        last = self._length if stop is None else stop
         try:
-            madvise(self._address, self._length, MADV_POPULATE_WRITE)
+            madvise(self._address + first, last - first, MADV_POPULATE_WRITE)
         except OSError as error:
             if error.errno == errno.EINVAL:
-                return self._touch()
+                return self._touch(first, last)
             raise ArenaMemoryError(
                 f"pages could not be populated ({error.strerror}): the machine is out of memory"
             ) from error
@@ -188,9 +191,9 @@ class Mapping:
         """Give the pages back: they are holes of the file, and read as zeros.  OSError if not."""
         madvise(self._address, self._length, mmap.MADV_REMOVE)
 
-    def _touch(self) -> None:
+    def _touch(self, first: int, last: int) -> None:
         # Storing a byte's own value: the page is made, its content stays.
-        pages = np.frombuffer(self._mapped, np.uint8)[:: mmap.PAGESIZE]
+        pages = np.frombuffer(self._mapped, np.uint8)[first : last : mmap.PAGESIZE]
         pages |= np.uint8(0)
 
     @property

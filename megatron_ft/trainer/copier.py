@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +21,11 @@ PIECE_BYTES = 16 << 20
 ShouldStop = Callable[[], bool]
 
 Bytes = npt.NDArray[np.uint8]
+
+
+RANGE_BYTES = 64 << 20
+"""Memory is made ready for copies in ranges that end at addresses divisible by this: each of them
+holds other threads of the process up for some milliseconds only."""
 
 
 class CopyItem(NamedTuple):
@@ -47,8 +53,8 @@ class Copier(Protocol):
     ``copy`` in the copy thread; ``detach`` before the regions are unmapped.
     """
 
-    def attach(self, regions: Sequence[Bytes]) -> None:
-        """Make the regions ready as targets; called once for each."""
+    def attach(self, region: Bytes) -> None:
+        """Make one of the ``ranges`` of a data region ready as a target; called once for each."""
 
     def stage(self, items: Sequence[CopyItem]) -> list[CopyItem]:
         """Secure tensors that forward may change; returns what ``copy`` has still to move."""
@@ -89,6 +95,13 @@ def spare_threads(environment: dict[str, str] | None = None) -> int:
     text = variables.get("LOCAL_WORLD_SIZE", "1")
     ranks = int(text) if text.isdigit() else 1
     return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // max(1, ranks)))
+
+
+def ranges(address: int, length: int) -> Iterator[tuple[int, int]]:
+    """First and last offset of each range of memory that begins at ``address``."""
+    first = RANGE_BYTES - address % RANGE_BYTES
+    edges = [0, *range(first, length, RANGE_BYTES), length]
+    return pairwise(edges)
 
 
 def pieces(item: CopyItem, piece_bytes: int) -> Iterator[CopyItem]:

@@ -88,7 +88,7 @@ class CpuCopier:
         """Copies are cut in pieces of ``piece_bytes`` bytes."""
         self._piece_bytes = piece_bytes
 
-    def attach(self, regions: Sequence[Bytes]) -> None:
+    def attach(self, region: Bytes) -> None:
         """Do nothing: any mapped memory is a target."""
 
     def stage(self, items: Sequence[CopyItem]) -> list[CopyItem]:

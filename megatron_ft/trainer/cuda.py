@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from operator import methodcaller
 from typing import Any
@@ -19,6 +19,7 @@ from megatron_ft.trainer.copier import (
     ShouldStop,
     batches,
     move,
+    ranges,
 )
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ _DEVICE, _HOST = methodcaller("get_device"), -1
 class CudaCopier:
     """Asynchronous device-to-host copies into pinned arena memory, from one device.
 
-    The arena's data regions are page-locked once.  Each copy runs on a side stream
+    The arena's data regions are page-locked once, range by range.  Each copy runs on a side stream
     that first waits for an event of the training stream, so it sees the state as of
     the iteration boundary.  ``cuda`` is torch.cuda, or something with the same names.
     Never fork a process that has pinned memory; start children with exec.
@@ -49,24 +50,23 @@ class CudaCopier:
         self._stream = self._cuda.Stream(device=self._device)
         self._pinned: list[int] = []
 
-    def attach(self, regions: Sequence[Bytes]) -> None:
-        """Page-lock the regions; where that fails copies continue unpinned, which is slower.
+    def attach(self, region: Bytes) -> None:
+        """Page-lock the region; where that fails copies continue unpinned, which is slower.
 
         Regions begin on pages of their own, so no page is registered twice.
         """
-        for region in regions:
-            address = region.ctypes.data
-            code = int(self._cuda.cudart().cudaHostRegister(address, region.nbytes, PORTABLE))
-            if code == 0:
-                self._pinned.append(address)
-            else:
-                logger.warning(
-                    "cudaHostRegister of %d bytes failed with CUDA error %d: copies run unpinned "
-                    "and slower; raise the limit of locked memory (ulimit -l)",
-                    region.nbytes,
-                    code,
-                )
-                self._forget_error()
+        address = region.ctypes.data
+        code = int(self._cuda.cudart().cudaHostRegister(address, region.nbytes, PORTABLE))
+        if code == 0:
+            self._pinned.append(address)
+            return
+        logger.warning(
+            "cudaHostRegister of %d bytes failed with CUDA error %d: copies run unpinned and "
+            "slower; raise the limit of locked memory (ulimit -l)",
+            region.nbytes,
+            code,
+        )
+        self._forget_error()
 
     def _forget_error(self) -> None:
         """Take back the error of a call that failed: torch raises it after its next kernel."""
@@ -96,7 +96,7 @@ class CudaCopier:
         try:
             with torch.no_grad(), self._cuda.stream(self._stream):
                 self._stream.wait_event(mark)
-                for batch in batches(items, self._piece_bytes):
+                for batch in batches(_in_ranges(items), self._piece_bytes):
                     if should_stop():
                         return False
                     in_flight.append(self._start(batch))
@@ -147,3 +147,20 @@ class CudaCopier:
         for address in self._pinned:
             self._cuda.cudart().cudaHostUnregister(address)
         self._pinned.clear()
+
+
+def _in_ranges(items: Iterable[CopyItem]) -> Iterator[CopyItem]:
+    """The items, cut where a target goes from one range into the next.
+
+    Each range is page-locked by itself, and CUDA copies into one of them at a time.
+    """
+    for source, target in items:
+        cuts = list(ranges(target.data_ptr(), target.nbytes))
+        if len(cuts) == 1:
+            yield CopyItem(source, target)
+            continue
+        size = target.element_size()
+        flat_source, flat_target = source.contiguous().view(-1), target.view(-1)
+        for start, stop in cuts:
+            part = slice(start // size, stop // size)
+            yield CopyItem(flat_source[part], flat_target[part])

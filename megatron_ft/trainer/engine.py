@@ -29,7 +29,7 @@ from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.core.shard import ShardLayout, pack_meta
 from megatron_ft.rpc import messages as m
 from megatron_ft.trainer.binding import LayoutBinding
-from megatron_ft.trainer.copier import Copier, CopyItem, ShouldStop
+from megatron_ft.trainer.copier import Copier, CopyItem, ShouldStop, ranges
 from megatron_ft.trainer.cpu import CpuCopier
 from megatron_ft.trainer.state import TrainingState, live_tensors
 from megatron_ft.trainer.ticket import Ticket
@@ -273,20 +273,30 @@ class CaptureEngine:
         self._later = slots[1:] if self.arena.holes else []
         self._attach(slots[: len(slots) - len(self._later)])
 
-    def _attach(self, slots: list[int]) -> None:
-        """Make these slots, which have memory, ready for copies."""
+    def _attach(self, slots: list[int], *, resting: bool = False) -> None:
+        """Make these slots, which have memory, ready for copies.
+
+        ``resting`` leaves half of the time to training, and ends when this engine is closed.
+        """
         for slot in slots:
-            self.arena.prefault(slot)
-        self._copier.attach([self._regions[slot] for slot in slots])
+            region = self._regions[slot]
+            for start, stop in ranges(region.ctypes.data, region.nbytes):
+                began = time.monotonic()
+                self.arena.prefault(slot, start, stop)
+                self._copier.attach(region[start:stop])
+                if resting and self._closed.wait(time.monotonic() - began):
+                    return
 
     def _attach_later(self) -> None:
         """Wait until the SMP has made the memory of the other slots; its grants wait for it, too.
 
-        A slot that is granted first serves as well: its pages are mapped as they are written.
+        A slot that is granted first serves as well: its pages are mapped as they are written, and
+        copies into ranges that are not page-locked yet are slower.
         """
+        self._copier.enter_thread()
         while not self._closed.wait(MEMORY_LOOK_SECONDS):
             if not self.arena.holes:
-                return self._thread.submit(lambda: self._attach(self._later))
+                return self._attach(self._later, resting=True)
 
     def begin(
         self,

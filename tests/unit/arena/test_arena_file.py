@@ -477,7 +477,7 @@ def test_kernels_that_cannot_populate_have_every_page_touched(folder: Path) -> N
         file.truncate(size)
         patch(folder / "file", 5 * 4096, b"kept")
         mapping = Mapping(file.fileno(), 4096, size - 4096, writable=True, name="file")
-        mapping._touch()
+        mapping._touch(0, mapping._length)
         assert os.fstat(file.fileno()).st_blocks * 512 == size - 4096
         assert mapping.read(4 * 4096, 4) == b"kept"
         mapping.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ft.trainer import copier as copier_module
 from megatron_ft.trainer import cuda as cuda_module
-from megatron_ft.trainer.copier import CopyItem
+from megatron_ft.trainer.copier import RANGE_BYTES, CopyItem, move, ranges
 from megatron_ft.trainer.cuda import CudaCopier
 
 HERE = 2
@@ -181,7 +182,8 @@ def test_regions_are_registered_once_and_unregistered() -> None:
     cuda = RecordedCuda()
     copier = CudaCopier(HERE, cuda, 4000)
     regions = [np.zeros(8192, np.uint8), np.zeros(4096, np.uint8)]
-    copier.attach(regions)
+    for region in regions:
+        copier.attach(region)
     addresses = [region.ctypes.data for region in regions]
     assert cuda.calls == [("register", addresses[0], 8192, 1), ("register", addresses[1], 4096, 1)]
     cuda.calls.clear()
@@ -194,7 +196,7 @@ def test_regions_are_registered_once_and_unregistered() -> None:
 def test_a_failed_registration_warns_and_is_not_undone(caplog: pytest.LogCaptureFixture) -> None:
     cuda = RecordedCuda(register_code=2)
     copier = CudaCopier(HERE, cuda, 4000)
-    copier.attach([np.zeros(8192, np.uint8)])
+    copier.attach(np.zeros(8192, np.uint8))
     assert "error 2" in caplog.text
     cuda._sleep(1)  # training's next kernel
     copier.detach()
@@ -219,6 +221,39 @@ def test_large_tensors_are_cut_in_pieces() -> None:
     assert copier.copy([CopyItem(source, target)], copier.mark(), lambda: False)
     assert torch.equal(source, target)
     assert sum(call[0] == "record" for call in cuda.calls) == 1 + -(-source.nbytes // 1024)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_no_copy_goes_from_one_locked_range_into_the_next(
+    monkeypatch: pytest.MonkeyPatch, transposed: bool
+) -> None:
+    monkeypatch.setattr(copier_module, "RANGE_BYTES", 4096)
+    copier = CudaCopier(HERE, RecordedCuda(), 1 << 20)
+    moved: list[tuple[int, int]] = []
+
+    def note(batch: Sequence[CopyItem], **_: Any) -> None:
+        moved.extend((target.data_ptr(), target.nbytes) for _, target in batch)
+        move(batch)
+
+    monkeypatch.setattr(cuda_module, "move", note)
+    source, small = torch.randn(64, 100), torch.randn(7)
+    source = source.t() if transposed else source
+    targets = [torch.zeros(source.shape), torch.zeros(7)]
+    wanted = [CopyItem(source, targets[0]), CopyItem(small, targets[1])]
+    assert copier.copy(wanted, copier.mark(), lambda: False)
+    assert torch.equal(targets[0], source) and torch.equal(targets[1], small)
+    assert all(start // 4096 == (start + size - 1) // 4096 for start, size in moved)
+    assert len(moved) >= source.nbytes // 4096
+
+
+@pytest.mark.parametrize("address", [0, 4096, RANGE_BYTES - 4096, RANGE_BYTES])
+@pytest.mark.parametrize("length", [4096, RANGE_BYTES, 3 * RANGE_BYTES + 4096])
+def test_ranges_follow_each_other_and_end_at_edges(address: int, length: int) -> None:
+    found = list(ranges(address, length))
+    starts, stops = zip(*found, strict=True)
+    assert starts[0] == 0 and stops[-1] == length and starts[1:] == stops[:-1]
+    assert all((address + stop) % RANGE_BYTES == 0 for stop in stops[:-1])
+    assert all(0 < stop - start <= RANGE_BYTES for start, stop in found)
 
 
 def one(kind: type[torch.Tensor]) -> list[CopyItem]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from threading import Event
 from typing import Any
 
@@ -91,17 +90,23 @@ def test_a_permit_that_is_revoked_after_the_copy_seals_nothing(smp: FakeSmp) -> 
 
 
 class Attaching(CpuCopier):
-    """Notes how many regions it was given at a time."""
+    """Notes how many slots of ``slot_bytes`` it was given."""
+
+    slot_bytes = 0
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
-        self.given: list[int] = []
+        self._bytes = 0
         self.twice = Event()
 
-    def attach(self, regions: Sequence[Any]) -> None:
-        super().attach(regions)
-        self.given.append(len(regions))
-        if len(self.given) == 2:
+    @property
+    def given(self) -> float:
+        return self._bytes / self.slot_bytes
+
+    def attach(self, region: Any) -> None:
+        super().attach(region)
+        self._bytes += region.nbytes
+        if self.given == 2:
             self.twice.set()
 
 
@@ -121,15 +126,16 @@ def half_made(smp: FakeSmp, state: dict[str, Any]) -> Arena:
 def test_a_slot_is_attached_when_it_has_memory_and_captures_do_not_wait(smp: FakeSmp) -> None:
     state = {"weights": torch.ones(1 << 20)}
     arena, copier = half_made(smp, state), Attaching()
+    copier.slot_bytes = arena.header.geometry.data_bytes
     manager = make_manager(smp, copier=copier)
     manager.prepare(state)
-    assert copier.given == [1] and arena.holes
+    assert copier.given == 1 and arena.holes
     snapshot = smp.grant(1, 0)
     manager.save(1, state)
     smp.wait_ended()
     assert snapshot in smp.sealed_records and arena.holes, "nothing of the other slot was touched"
     arena.complete(lambda: True)
-    assert copier.twice.wait(WAIT) and copier.given == [1, 1]
+    assert copier.twice.wait(WAIT) and copier.given == 2
     snapshot = smp.grant(2, 1)
     manager.save(2, state)
     smp.wait_ended()
@@ -140,7 +146,8 @@ def test_a_slot_is_attached_when_it_has_memory_and_captures_do_not_wait(smp: Fak
 def test_a_trainer_that_ends_first_waits_for_no_memory(smp: FakeSmp) -> None:
     state, copier = {"weights": torch.ones(1 << 20)}, Attaching()
     arena = half_made(smp, state)
+    copier.slot_bytes = arena.header.geometry.data_bytes
     manager = make_manager(smp, copier=copier)
     manager.prepare(state)
     manager.close()
-    assert copier.given == [1] and arena.holes
+    assert copier.given == 1 and arena.holes
