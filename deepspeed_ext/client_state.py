@@ -56,19 +56,25 @@ class ClientState:
     """The part of a snapshot that holds it, and that says whether a snapshot may serve the script.
 
     ``declared`` (JSON) says which entries follow which counter; ``follows``, that all else which
-    the script keeps follows the engine's step.
+    the script keeps follows the engine's step (None: the user says nothing of it).
     """
 
     def __init__(
-        self, engine: Any, declared: Mapping[str, str] | None = None, follows: bool = False
+        self, engine: Any, declared: Mapping[str, str] | None = None, follows: bool | None = None
     ) -> None:
         self._engine, self._declared = engine, dict(declared or {})
-        self._follows = follows or bool(declared)
+        self._follows = bool(follows or declared)
+        self.may_start_anew = follows is False
         self._entries: dict[str, Any] = {}
         self._given_at: int | None = None
         self._outside: set[str] = set()
         self.client, self._refused = "", ""
         self._warned = False
+
+    @property
+    def needs_load(self) -> bool:
+        """True if the script gets something back from ``load_checkpoint`` that it has to set."""
+        return bool(self._declared or self._provider)
 
     def refuse(self, reason: str) -> None:
         """Let no snapshot from now on serve, for the reason that an adapter gives."""

@@ -50,7 +50,7 @@ def install() -> None:
         wrap(DeepSpeedEngine, "_take_model_step", _guarded)
 
 
-def attach(engine: Any, *, follows_engine: bool = False) -> EngineRun | None:
+def attach(engine: Any, *, follows_engine: bool | None = None) -> EngineRun | None:
     """Take snapshots of ``engine`` from now on, and restore it from one before its first step.
 
     Does nothing a second time, nor where the JSON has ``"enabled": false``.  Without a section
@@ -69,8 +69,8 @@ def attach(engine: Any, *, follows_engine: bool = False) -> EngineRun | None:
     from deepspeed_ext.attachment import begin
 
     section = section or Section(True, Source({}, str), {})
-    if follows_engine:
-        section = dataclasses.replace(section, follows_engine=True)
+    if follows_engine is not None:
+        section = dataclasses.replace(section, follows_engine=follows_engine)
     run = vars(engine)[_RUN] = begin(engine, section)
     return run
 

@@ -20,13 +20,15 @@ from deepspeed_ext.saving import Checkpoints
 from deepspeed_ext.state import EngineState
 from deepspeed_ext.state_parts import RandomStates
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.config.json_section import Section
+from megatron_ft.config.json_section import FOLLOWS_ENGINE, Section
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.frameworks import Function
+from megatron_ft.trainer.loader_position import awaiting_batch
 from megatron_ft.trainer.start_choice import (
     WISH,
     DiskStart,
     RankView,
+    StartDecision,
     agree,
     supervisor_chose_disk,
 )
@@ -74,15 +76,18 @@ class LossReport:
 
 _LOAD_FIRST = (
     "the script trains without calling engine.load_checkpoint: call it at every start, before the "
-    "first batch is read, with the folder of its checkpoints, even if that is empty"
+    "first batch is read, with the folder of its checkpoints, even if that is empty. Or read the "
+    "batches from `loader = deepspeed_ext.ResumableLoader(loader)`"
 )
+_ANEW = f'To start anew on purpose, set "{FOLLOWS_ENGINE}": false in the inmem_snapshot section'
 
 
 class EngineRun:
     """One engine's snapshots.  Nothing collective happens before the first load or forward.
 
     The engine is complete only when its constructor has returned, and where it starts from is
-    known only when the script loads a checkpoint: until then this waits.
+    known only when the script loads a checkpoint, or reads its first batch without: until then
+    this waits.
     """
 
     def __init__(
@@ -106,10 +111,12 @@ class EngineRun:
             self._checkpoints.asked = early.checkpoints.asked
         self._optimizers: Any = None
         self.client_ends, self._ended = early is not None, -1
-        self._decided = self._began = False
+        self._decided = self._began = self._unloaded = False
         self._restored = ""
         self._failure: Exception | None = None
         self._hook: Any = None
+        _claim(engine)
+        awaiting_batch.add(self)
         if not engine.pipeline_parallelism:
             self._hook = engine.register_forward_pre_hook(lambda *_: self.begin())
 
@@ -118,11 +125,13 @@ class EngineRun:
 
         A load of weights alone is no resumption and goes to DeepSpeed; so does every load
         after training has begun.  Until then an incarnation that was restored from memory stays
-        so: a script that loads twice has trained on what it loaded since.
+        so: a script that loads twice has trained on what it loaded since.  One that was restored
+        before any load stays so too.
         """
         given = inspect.signature(original).bind(load_dir, *args, **kwargs).arguments
         whole = given.get("load_optimizer_states", True) and not given.get("load_module_only")
-        if whole and not self._began and self._serves(load_dir, given.get("tag")):
+        resumes = (whole or self._unloaded) and not self._began
+        if resumes and self._serves(load_dir, given.get("tag")):
             return self._restored, self._client_state.result()
         with self._at_rest():
             result = original(load_dir, *args, **kwargs)
@@ -134,13 +143,24 @@ class EngineRun:
 
     def _serves(self, load_dir: str, tag: str | None) -> bool:
         """True if memory serves in the place of this load; restores at the first such load."""
+        find = partial(self._checkpoints.find, load_dir, tag)
         with self._lasting_failure():
             if not self._decided:
-                if self._starts_from_memory(partial(self._checkpoints.find, load_dir, tag)):
+                start = self._decide(find)
+                if start is not None and start.from_memory:
                     self._restored = self._restore()
+            elif self._unloaded and self._would_load(find(-1, {})[0]):
+                raise ConfigError(
+                    f"a batch was read, and the {self._restored} restored, before the script loads "
+                    f"another state from {load_dir}: load before the first batch is read"
+                )
             elif self._restored:
                 self._print(f"not loading {load_dir}: the {self._restored} was restored")
         return bool(self._restored)
+
+    def _would_load(self, disk: DiskStart) -> bool:
+        """True if a checkpoint goes before what was restored without a load."""
+        return disk.goes_before(-1 if disk.asked else self._engine.global_steps)
 
     def serve(self, client: str, load_dir: str) -> dict[str, Any] | None:
         """The client_state for an adapter, if memory serves and is restored in the place of the
@@ -190,6 +210,7 @@ class EngineRun:
         with self._lasting_failure():
             self._begin()
         self._began = True
+        awaiting_batch.discard(self)
         if self._hook is not None:
             self._hook.remove()
 
@@ -199,24 +220,51 @@ class EngineRun:
         state = self._made_state()
         assert self._manager is not None
         self._manager.prepare(state)
+        state.before_training()
         self._manager.register_fence(state.inner_optimizer)
         self._optimizers = self._client_state.watch_optimizers(lambda: state.inner_optimizer)
         if not self.client_ends and (warning := self._data.warning()):
             self._print(f"warning: {warning}")
         self._warn_of_objection()
 
-    def _begin_unloaded(self) -> None:
-        """The script has loaded nothing: no snapshot can be served any more.  Collective.
+    def reading(self) -> None:
+        """A watched loader gives its first batch next: restore if the script loads nothing.
 
-        A script that promised to load at every start must not lose its snapshot by a mistake.
-        Any other starts from scratch, as it would without snapshots.
+        Collective.  It is taken to load nothing if it did not in the snapshot's incarnation.
         """
+        promised = not (self._client_state.needs_load or self._client_state.objection())
+        if self._decided or self._early is not None or not promised or self._data.warning():
+            return
+        with self._lasting_failure():
+            manager = self._made_manager()
+            wish = manager.offered_objects().get(WISH) or {}
+            # Where nothing is offered, a load may follow.
+            if manager.offered_iteration >= 0 and "asked" not in wish:
+                self._start_unloaded("")
+
+    def _begin_unloaded(self) -> None:
+        """The script has loaded nothing, and no watched loader was read before.  Collective."""
+        # A pipeline that reads for itself has read nothing yet.
+        waits = self._engine.pipeline_parallelism and not self._data.warning()
+        problem = "" if waits and not self._client_state.needs_load else _LOAD_FIRST
+        decided = self._start_unloaded(problem) is not None or self.client_ends
+        if decided or self._client_state.may_start_anew:
+            return
+        self._warned_of = objection = self._client_state.objection()
+        loads = self._client_state.needs_load or self._data.warning()
+        if reason := "; ".join(filter(None, [objection, loads and _LOAD_FIRST])):
+            self._print(f"warning: a restart of this job will be refused: {reason}. {_ANEW}")
+
+    def _start_unloaded(self, problem: str) -> StartDecision | None:
+        """Start without a load: from memory, if there is no ``problem``; as ``_decide``."""
         # Steps that were made before this engine was attached count as those of a checkpoint.
         disk = DiskStart(self._engine.global_steps or -1)
-        if self._starts_from_memory(lambda *_: (disk, False)):
-            raise ConfigError(f"a snapshot is in memory, but {_LOAD_FIRST}. It stays in memory")
-        if not self.client_ends and not self._client_state.objection():
-            self._print(f"warning: after a failure this job starts anew, because {_LOAD_FIRST}")
+        start = self._decide(lambda *_: (disk, False), problem)
+        if start is not None and start.from_memory:
+            if self._early is not None:
+                raise ConfigError(f"a snapshot is in memory, but {_LOAD_FIRST}. It stays in memory")
+            self._restored, self._unloaded = self._restore(), True
+        return start
 
     def around_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Run ``step`` or ``train_batch``; take a snapshot if that ended an iteration."""
@@ -267,34 +315,54 @@ class EngineRun:
         """End captures and leave; a second call does nothing."""
         # Else the engine would live as long as the process.
         atexit.unregister(self.close)
+        awaiting_batch.discard(self)
+        if self._manager is None and not self._decided:
+            _release(self._engine)
         if self._optimizers is not None:
             self._optimizers.remove()
         manager, self._manager, self._state = self._manager, None, None
         if manager is not None:
             manager.close()
 
-    def _starts_from_memory(
-        self, named: Callable[[int, dict[str, Any]], tuple[DiskStart, bool]]
-    ) -> bool:
-        """Decide, once, with all other ranks.
+    def _decide(
+        self,
+        named: Callable[[int, dict[str, Any]], tuple[DiskStart, bool]],
+        unloaded: str = "",
+    ) -> StartDecision | None:
+        """Decide, once, with all other ranks; None if no snapshot is offered.
 
         ``named`` gets the iteration and the objects of the offered snapshot; it gives what would
-        be started from without it, and whether the script asks for that anew.
+        be started from without it, and whether the script asks for that anew.  ``unloaded`` is
+        the problem of a script that loads nothing.  ConfigError if training would begin at step 0
+        because the script cannot use the snapshot: nobody shall lose it by a mistake.
         """
         self._decided = True
-        _claim(self._engine)
+        manager = self._made_manager()
         if self._early is not None:
-            self._manager = self._early.manager
-            return self._early.from_memory
-        self._manager = manager = self._make_manager()
+            return StartDecision(self._early.from_memory, "")
         offered, objects = manager.offered_iteration, manager.offered_objects()
         disk, is_new = named(offered, objects)
         # Of a snapshot of another layout, the objects come with the state.
-        problem = self._client_state.objection(objects or None) if offered >= 0 else ""
-        start = agree(RankView(offered, disk, supervisor_chose_disk(), is_new, problem), manager)
+        objection = self._client_state.objection(objects or None) if offered >= 0 else ""
+        problem = "; ".join(filter(None, [objection, unloaded]))
+        # An adapter's own checkpoints are another way, and it has said so at its first start.
+        insists = not (self._client_state.may_start_anew or self._client_state.client)
+        view = RankView(offered, disk, supervisor_chose_disk(), is_new, problem, insists=insists)
+        start = agree(view, manager)
+        if start is not None and start.refused:
+            raise ConfigError(
+                f"a snapshot of step {offered} is in memory, and this start would begin at step 0: "
+                f"{start.reason}. The snapshot stays in memory. {_ANEW}"
+            )
         if start is not None:
             self._print(announcement(start, offered, disk))
-        return start is not None and start.from_memory
+        return start
+
+    def _made_manager(self) -> SnapshotManager:
+        if self._manager is None:
+            early = self._early
+            self._manager = self._make_manager() if early is None else early.manager
+        return self._manager
 
     def _restore(self) -> str:
         """Restore from memory; what ``load_checkpoint`` returns for the path."""
@@ -324,19 +392,29 @@ class EngineRun:
             print(f"[megatron-ft] {message}", flush=True)
 
 
-_claimed_by: list[weakref.ref[Any]] = []
-on_teardown(_claimed_by.clear)
+_claims: list[tuple[weakref.ref[Any], str]] = []
+"""The engine whose snapshots this process takes, and its model's class."""
+on_teardown(_claims.clear)
 
 
 def _claim(engine: Any) -> None:
     """Have the snapshots of this process be those of ``engine``; ConfigError if they are another's.
 
-    The claim outlives the engine, until training is entered again: the shards of both would have
-    one name, and the next incarnation would restore the one from the other's.
+    The claim outlives an engine that has trained, until training is entered again: the shards of
+    both would have one name, and the next incarnation would restore the one from the other's.
     """
-    _claimed_by[:] = _claimed_by or [weakref.ref(engine)]
-    if _claimed_by[0]() is not engine:
+    name = type(engine.module).__name__
+    _claims[:] = _claims or [(weakref.ref(engine), name)]
+    claimant, owner = _claims[0]
+    if claimant() is not engine:
         raise ConfigError(
-            "this process has taken snapshots of another engine, and a job can have those of one "
-            'only: leave "inmem_snapshot" out of the config of every engine but one'
+            f"the engine of {name} is the second one in this process with snapshots, after that of "
+            f"{owner}, and a job can have those of one only: leave "
+            '"inmem_snapshot" out of the config of every engine but one'
         )
+
+
+def _release(engine: Any) -> None:
+    """Give up the claim of an engine that has done nothing."""
+    if _claims and _claims[0][0]() is engine:
+        _claims.clear()

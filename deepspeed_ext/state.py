@@ -108,6 +108,10 @@ class EngineState:
         """The optimizer before whose steps captures have to be over."""
         return self._view.inner
 
+    def before_training(self) -> None:
+        """See OptimizerView."""
+        self._view.before_training()
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Masters, moments, steps, frozen parameters: changed by the optimizer alone."""
         return self._found()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.frameworks import DEEPSPEED, Required, check_release
 
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
@@ -139,7 +140,21 @@ def refusals(engine: Any) -> list[str]:
             "optimizer: this engine has none, so nothing changes that a snapshot could save; give "
             'deepspeed.initialize an optimizer or a section "optimizer"'
         )
+    else:
+        found += _optimizer_refusals(engine)
     return found
+
+
+def _optimizer_refusals(engine: Any) -> list[str]:
+    from deepspeed_ext.optimizers import view_of
+    from deepspeed_ext.optimizers.view import MAKERS
+    from megatron_ft.trainer.master_tensors import maker_of
+
+    try:
+        maker_of(view_of(engine).inner, MAKERS)
+    except ConfigError as error:
+        return [f"optimizer: {error}"]
+    return []
 
 
 def config_refusals(config: Any) -> list[str]:

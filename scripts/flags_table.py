@@ -44,9 +44,10 @@ CLIENT_STATE_HELP = (
 )
 
 FOLLOWS_ENGINE_HELP = (
-    "The script calls engine.load_checkpoint at every start, and its loop, its data and all else "
-    "that it keeps outside the engine follow from engine.global_steps or from the client_state. "
-    "Without this, or a declared client_state, a restart uses no snapshot."
+    "The script's loop, its data and all else that it keeps outside the engine follow from "
+    "engine.global_steps or from the client_state; it loads at every start, or reads its data from "
+    "a loader that snapshots know. Without this, or a declared client_state, a restart uses no "
+    "snapshot, and one that would begin at step 0 is refused. With false it begins there."
 )
 
 
@@ -59,7 +60,7 @@ def settings_table() -> str:
             (f"`{SWITCH}`", "", "", f"`{ENABLED}`", "off", "true or false", SWITCH_HELP),
             *(_row(setting) for setting in SETTINGS.values()),
             ("", "", "", f"`{CLIENT_STATE}`", "none", "names and counters", CLIENT_STATE_HELP),
-            ("", "", "", f"`{FOLLOWS_ENGINE}`", "false", "true or false", FOLLOWS_ENGINE_HELP),
+            ("", "", "", f"`{FOLLOWS_ENGINE}`", "unsaid", "true or false", FOLLOWS_ENGINE_HELP),
         ]
     )
 
@@ -141,7 +142,7 @@ def schema() -> dict[str, Any]:
             "additionalProperties": {"enum": [*COUNTERS, CONSTANT]},
             "description": CLIENT_STATE_HELP,
         },
-        FOLLOWS_ENGINE: {"type": "boolean", "default": False, "description": FOLLOWS_ENGINE_HELP},
+        FOLLOWS_ENGINE: {"type": "boolean", "description": FOLLOWS_ENGINE_HELP},
     }
     for setting in SETTINGS.values():
         properties[setting.name] = {

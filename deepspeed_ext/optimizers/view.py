@@ -87,6 +87,10 @@ class OptimizerView(ABC):
             for weight in self.weights():
                 weight.tensor.copy_(kept.get(weight.name, weight.master))
 
+    def before_training(self) -> Any:
+        """Called once, before the first gradient; what watches over gradients, or None."""
+        return None
+
     def scaler(self) -> Any:
         """The object that holds the loss scale, None if there is none."""
         return getattr(self._wrapper, "loss_scaler", None)
@@ -222,6 +226,23 @@ def _on_host(*moments: str) -> StateMaker:
     return make
 
 
+def _lion(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    return {"exp_avg": torch.zeros_like(parameter).detach()}
+
+
+def _adagrad(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    begins_at = group["initial_accumulator_value"]
+    return {"step": torch.zeros(()), "sum": torch.full_like(parameter, begins_at).detach()}
+
+
+def _rmsprop(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    moments = ["square_avg", *(["momentum_buffer"] if group["momentum"] else [])]
+    moments += ["grad_avg"] if group["centered"] else []
+    device = parameter.device if group["capturable"] else "cpu"
+    zeros = {name: torch.zeros_like(parameter).detach() for name in moments}
+    return {"step": torch.zeros((), device=device), **zeros}
+
+
 def _fused(*moments: str) -> StateMaker:
     """State of the fused optimizers: ``step`` continues from the group's, if there is one."""
 
@@ -233,9 +254,13 @@ def _fused(*moments: str) -> StateMaker:
 
 
 MAKERS: Mapping[str, StateMaker] = {
+    "Adagrad": _adagrad,
+    "DeepSpeedCPUAdagrad": _on_host("exp_avg_sq"),
     "DeepSpeedCPUAdam": _on_host("exp_avg", "exp_avg_sq"),
     "DeepSpeedCPULion": _on_host("exp_avg", "exp_avg_sq"),
     "FusedAdam": _fused("exp_avg", "exp_avg_sq"),
     "FusedLion": _fused("exp_avg"),
+    "Lion": _lion,
+    "RMSprop": _rmsprop,
 }
 """Functions that create the state of an optimizer, by its class name."""

@@ -11,13 +11,18 @@ parameters persist: every rank keeps them whole beside its partition.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import distributed
 
 from deepspeed_ext.optimizers.view import OptimizerView, OwnedMaster, Weight, group_names
+from megatron_ft.core.frameworks import Function
+
+log = logging.getLogger(__name__)
 
 
 class Zero12View(OptimizerView):
@@ -72,6 +77,54 @@ class Zero12View(OptimizerView):
             start_alignment_factor=self._wrapper.nccl_start_alignment_factor,
             allgather_bucket_size=self._wrapper.allgather_bucket_size,
         )
+
+    def before_training(self) -> Any:
+        """With an offloaded optimizer, OldGradients."""
+        offloads = getattr(self._wrapper, "cpu_offload", False)
+        return OldGradients(self._engine) if offloads else None
+
+
+class OldGradients:
+    """Has a weight without a gradient get none, where DeepSpeed would apply an earlier one again.
+
+    With ``offload_optimizer`` it keeps gradients in host memory from step to step: no restart has
+    those of before, and without offload it applies none either.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._wrapper = engine, engine.optimizer
+        self._came: dict[int, int] = {}
+        self._warned = False
+        self._wrapper.optimizer.register_step_pre_hook(self._before_step)
+        original = self._wrapper.async_accumulate_grad_in_cpu_via_gpu
+        self._wrapper.async_accumulate_grad_in_cpu_via_gpu = partial(self._accumulate, original)
+
+    def _before_step(self, *_: Any) -> None:
+        wrapper = self._wrapper
+        # The norms are those of this step's gradients, of weights in this rank's partition.
+        missing = wrapper.grad_position.keys() - wrapper.norm_for_param_grads.keys()
+        for number in missing:
+            group, _, begin, size = wrapper.grad_position[number]
+            flat = wrapper.single_partition_of_fp32_groups[group].grad.view(-1)
+            flat.narrow(0, begin, size).zero_()
+        if missing and not self._warned:
+            self._warned = True
+            log.warning(
+                "%d weights had no gradient in step %d and get none; with offload_optimizer "
+                "DeepSpeed alone would apply the one of an earlier step again",
+                len(missing),
+                self._engine.global_steps + 1,
+            )
+
+    def _accumulate(self, original: Function, parameter: torch.Tensor) -> None:
+        """Add a micro-batch's gradient to those of this step, not to those of an earlier one."""
+        wrapper, step = self._wrapper, self._engine.global_steps
+        number = wrapper.get_param_id(parameter)
+        kept = wrapper.accumulated_grads_in_cpu.get(number)
+        if wrapper.micro_step_id > 0 and kept is not None and self._came.get(number) != step:
+            kept.zero_()
+        self._came[number] = step
+        original(parameter)
 
 
 class Bf16View(Zero12View):

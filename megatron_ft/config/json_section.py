@@ -40,12 +40,13 @@ _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
 @dataclass(frozen=True)
 class Section:
     """A section that was found: whether it switches snapshots on, what it sets, which entries
-    of the script's client_state count what, and whether the script follows the engine's step."""
+    of the script's client_state count what, and whether the script follows the engine's step (None:
+    it does not say)."""
 
     enabled: bool
     source: Source
     client_state: Mapping[str, str]
-    follows_engine: bool = False
+    follows_engine: bool | None = None
 
 
 def read_section(config: Mapping[str, Any], place: str = "the DeepSpeed config") -> Section | None:
@@ -67,7 +68,7 @@ def read_section(config: Mapping[str, Any], place: str = "the DeepSpeed config")
         section.get(ENABLED, False),
         Source({n: section.get(n) for n in SETTINGS}, lambda name: f"{where}.{name}"),
         section.get(CLIENT_STATE, {}),
-        section.get(FOLLOWS_ENGINE, False),
+        section.get(FOLLOWS_ENGINE),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -21,6 +22,10 @@ from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.trainer.state import RngState
 
 logger = logging.getLogger(__name__)
+
+awaiting_batch: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Objects whose ``reading()`` is called before a pass gives its first batch: the pass continues
+from what that restores."""
 
 SHARED_ANEW = "shared_anew"
 """Key of a position that ranks of another number take: their batches a step, and the old ones'."""
@@ -60,6 +65,8 @@ class LoaderPosition:
     def _batches(self, number: int, batches: Iterator[Any]) -> Iterator[Any]:
         """Count what a pass hands out; it jumps to a position that is restored meanwhile."""
         end = object()
+        for one in [*awaiting_batch]:
+            one.reading()
         try:
             while True:
                 if self._pending is not None and number == self._passes:

@@ -25,7 +25,10 @@ from megatron_ft.trainer.addresses import DENSE
 from megatron_ft.trainer.state import host_copy
 
 KNOWN_STATE = frozenset(
-    ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "momentum_buffer")
+    (
+        *("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "momentum_buffer"),
+        *("sum", "square_avg", "grad_avg"),
+    )
 )
 """Names in the state of one parameter that are known to be all that decides the next step."""
 
@@ -60,7 +63,7 @@ def create_state(
     ``makers`` do it for classes, by name, that torch does not have.  Raises ConfigError for
     an optimizer that is in neither, or keeps something unknown.
     """
-    maker = _maker(inner, makers or {})
+    maker = maker_of(inner, makers or {})
     state = inner.state[parameter]
     if all(value is None for value in state.values()):
         state.update(maker(inner, group, parameter))
@@ -74,7 +77,8 @@ def create_missing(inner: Any) -> None:
             create_state(inner, group, parameter)
 
 
-def _maker(inner: Any, makers: Mapping[str, StateMaker]) -> StateMaker:
+def maker_of(inner: Any, makers: Mapping[str, StateMaker]) -> StateMaker:
+    """The function that makes its state; ConfigError that names an optimizer without one."""
     if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
         return _adam
     if isinstance(inner, torch.optim.SGD):

@@ -41,7 +41,7 @@ class RankView(NamedTuple):
     if the supervisor decided for disk; ``wish_changed`` if the user asks for another
     checkpoint than in the incarnation of the snapshot; ``problem`` says why this rank cannot use
     the snapshot, empty if it can; ``rewound`` is True if newer checkpoints are of what was given
-    up.
+    up; ``insists`` if it must not start from scratch because of such a problem.
     """
 
     offered: int
@@ -50,13 +50,15 @@ class RankView(NamedTuple):
     wish_changed: bool = False
     problem: str = ""
     rewound: bool = False
+    insists: bool = False
 
 
 class StartDecision(NamedTuple):
-    """The decision, and the reason for it in words."""
+    """The decision, and the reason for it in words; ``refused`` says that nothing may start."""
 
     from_memory: bool
     reason: str
+    refused: bool = False
 
 
 def supervisor_chose_disk(environment: Mapping[str, str] | None = None) -> bool:
@@ -97,7 +99,8 @@ def choose_start(views: Sequence[RankView]) -> StartDecision:
         return StartDecision(False, f"the checkpoint of iteration {disk.iteration} {newer}")
     problem = next((view.problem for view in views if view.problem), "")
     if problem:
-        return StartDecision(False, problem)
+        refused = disk.iteration < 0 and any(view.insists for view in views)
+        return StartDecision(False, problem, refused)
     if disk.asked:
         return StartDecision(True, f"{disk.asked} was loaded in an earlier incarnation")
     if disk.goes_before(newest):
@@ -111,11 +114,13 @@ def choose_start(views: Sequence[RankView]) -> StartDecision:
 def agree(view: RankView, manager: SnapshotManager) -> StartDecision | None:
     """Decide with all other ranks; the manager declines what is not used.  Collective.
 
+    Of a start that is refused nothing is declined: the next one is offered the same.
+
     None if no rank was offered anything: there was nothing to decide.
     """
     views = _all_ranks(view._replace(rewound=supervisor_rewound()))
     start = choose_start(views)
-    if not start.from_memory:
+    if not (start.from_memory or start.refused):
         manager.decline(start.reason, views[0].disk.iteration)
     return start if max(each.offered for each in views) >= 0 else None
 

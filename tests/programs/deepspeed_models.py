@@ -104,6 +104,58 @@ def with_host_adam(options: dict[str, Any]) -> dict[str, Any]:
     return {**keywords, "optimizer": DeepSpeedCPUAdam(keywords["model_parameters"])}
 
 
+class Lion(torch.optim.Optimizer):
+    """Keeps what the package lion-pytorch's class of this name keeps."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, (first, second) = self.state[parameter], group["betas"]
+                mean = state.setdefault("exp_avg", torch.zeros_like(parameter))
+                assert parameter.grad is not None
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(group["lr"] * mean.lerp(parameter.grad, 1 - first).sign())
+                mean.lerp_(parameter.grad, 1 - second)
+
+
+def with_lion(options: dict[str, Any]) -> dict[str, Any]:
+    """The small model with an optimizer of one moment, and no count of steps."""
+    keywords = small(options)
+    return {**keywords, "optimizer": Lion(keywords["model_parameters"])}
+
+
+def with_rmsprop(options: dict[str, Any]) -> dict[str, Any]:
+    """The small model with torch's RMSprop, with all that it can keep."""
+    keywords = small(options)
+    made = torch.optim.RMSprop(keywords["model_parameters"], momentum=0.9, centered=True)
+    return {**keywords, "optimizer": made}
+
+
+def with_adagrad(options: dict[str, Any]) -> dict[str, Any]:
+    """The small model with torch's Adagrad, which DeepSpeed makes anew with one group."""
+    keywords = small(options)
+    trained = [p for group in keywords["model_parameters"] for p in group["params"]]
+    made = torch.optim.Adagrad(trained, initial_accumulator_value=0.1)
+    return {**keywords, "model_parameters": trained, "optimizer": made}
+
+
+class Adam8bit(torch.optim.Optimizer):
+    """Of a package that keeps bytes and their scales."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise AssertionError("trained with an optimizer that is to be refused")
+
+
+def with_8_bits(options: dict[str, Any]) -> dict[str, Any]:
+    """The small model with an optimizer that snapshots do not know."""
+    keywords = small(options)
+    return {**keywords, "optimizer": Adam8bit(keywords["model_parameters"], {"lr": 1e-3})}
+
+
 def batch(step: int, micro_step: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and targets of one micro-batch: the same in every incarnation, another on every
     rank."""

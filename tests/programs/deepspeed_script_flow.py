@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 from megatron_ft.core.errors import ConfigError
+from tests.programs import deepspeed_models
 from tests.programs.deepspeed_program import NUMBERS, make_manager, train_step
 from tests.support.late_capture import LOAD_FROM, ArenaManager
 
@@ -34,28 +36,39 @@ def run() -> None:
 
 def _script(told: dict[str, Any], seen: dict[str, Any]) -> None:
     import deepspeed
+    from deepspeed.runtime.dataloader import RepeatingLoader
 
     from deepspeed_ext import attachment
-    from tests.programs.deepspeed_models import small
 
     attachment.make_manager = make_manager
     deepspeed.init_distributed("gloo", verbose=False)
     torch.manual_seed(NUMBERS[LOAD_FROM in os.environ])
-    engine, *_ = deepspeed.initialize(config=told["config"], **small({}))
+    make = getattr(deepspeed_models, told.get("model", "small"))
+    keywords = reading(told["reads"]) if "reads" in told else make({})
+    engine, _, loader, _ = deepspeed.initialize(config=told["config"], **keywords)
     torch.manual_seed(100 * NUMBERS[LOAD_FROM in os.environ] + torch.distributed.get_rank())
     seen["replaced"] = sorted({"step", "load_checkpoint", "save_checkpoint"} & vars(engine).keys())
+    if told.get("peeks"):
+        next(iter(loader))
     for load in told.get("loads", ()):
         path, client_state = engine.load_checkpoint(**load)
         own = {k: v for k, v in (client_state or {}).items() if k in ("step", "epoch")}
         seen.setdefault("loads", []).append([path and Path(path).parent.name, own])
     seen["begins_at"] = engine.global_steps
-    if told.get("second_engine"):
-        other, *_ = deepspeed.initialize(config=told["config"], **small({}))
-        other.load_checkpoint(**told["loads"][0])
+    other: Any = None
+    if second := told.get("second_engine"):
+        config = {k: v for k, v in told["config"].items() if k != "inmem_snapshot"}
+        config = told["config"] if second == "same" else config
+        if told.get("destroys"):
+            engine.destroy()
+        other, *_ = deepspeed.initialize(config=config, **make({}))
+        seen["others"] = sorted({"step", "load_checkpoint"} & vars(other).keys())
+        engine = other if told.get("destroys") else engine
+    batches = iter(RepeatingLoader(loader)) if told.get("reads") == "engine" else None
     schedule = told.get("schedule") and _schedule(engine)
     for _ in range(told.get("steps", 1)):
         try:
-            losses = train_step(engine)
+            losses = step_on(engine, batches) if "reads" in told else train_step(engine)
             if schedule:
                 schedule.step()
         except ConfigError as error:
@@ -70,6 +83,38 @@ def _script(told: dict[str, Any], seen: dict[str, Any]) -> None:
             engine.load_checkpoint(**load)
     engine.destroy()
     torch.distributed.destroy_process_group()
+
+
+class Samples(Dataset[Any]):
+    """Tokens and targets: three steps of two ranks are a pass."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, targets = deepspeed_models.batch(index, 0, 0, 1)
+        return tokens[0], targets[0]
+
+
+def reading(what: str) -> dict[str, Any]:
+    """Keywords of deepspeed.initialize: the script reads from the loader that this makes."""
+    from tests.programs.deepspeed_parallel_models import pipeline
+
+    staged = what == "pipeline"
+    made = pipeline({"layers": 1, "stages": 2}) if staged else deepspeed_models.small({})
+    return {**made, "training_data": Samples()}
+
+
+def step_on(engine: Any, batches: Any) -> list[torch.Tensor]:
+    """One step; a pipeline reads for itself."""
+    if batches is None:
+        return [engine.train_batch().detach()]
+    losses = []
+    for _ in range(engine.gradient_accumulation_steps()):
+        losses.append(engine(*next(batches)))
+        engine.backward(losses[-1])
+        engine.step()
+    return [loss.detach() for loss in losses]
 
 
 def _schedule(engine: Any) -> Any:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+MODELS = "tests.programs.deepspeed_models"
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -74,6 +76,9 @@ scale is, so that nothing overflows by itself."""
 UNUSED = {"bypasses": (5, 6, 9, 10)}
 """Steps in which some weights have no gradient, one of them the first after the snapshot."""
 
+UNUSED_AT_FIRST = {"bypasses": (9,)}
+"""Some weights have a gradient in the second micro-batch behind the snapshot alone."""
+
 EXPLODE_FIRST = {"explodes": tuple(range(1, 11))}
 """Until after the snapshot no step is applied."""
 
@@ -108,6 +113,11 @@ CELLS = [
     ),
     Cell("zero1-bf16-offloaded", 2, zero(1, "bf16", **OFFLOADED)),
     Cell("zero2-bf16-unused", 2, zero(2, "bf16"), options=UNUSED),
+    Cell("zero2-bf16-offloaded-unused", 2, zero(2, "bf16", **OFFLOADED), options=UNUSED),
+    Cell("zero1-offloaded-at-first", 2, zero(1, "bf16", **OFFLOADED), options=UNUSED_AT_FIRST),
+    Cell("zero3-lion", 2, zero(3, "bf16"), model=f"{MODELS}:with_lion"),
+    Cell("zero0-rmsprop", 2, zero(0, "fp32"), model=f"{MODELS}:with_rmsprop"),
+    Cell("zero2-adagrad", 2, zero(2, "bf16"), model=f"{MODELS}:with_adagrad"),
     Cell("zero0-fp16-touched", 2, zero(0, "fp16"), options=EXPLODE_FIRST, touch=True),
     Cell(
         "zero2-bf16-offloaded-host-adam",

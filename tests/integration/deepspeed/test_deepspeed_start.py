@@ -57,10 +57,10 @@ class Script:
         return str(self.saved or self.folder / "checkpoints")
 
     def run(self, name: str, section: Any = ON, ranks: int = RANKS, **told: Any) -> Incarnation:
-        variables = told.pop("variables", {})
+        variables, base = told.pop("variables", {}), told.pop("base", CONFIG)
         folder = self.folder / name
-        folder.mkdir()
-        config = CONFIG if section is None else {**CONFIG, "inmem_snapshot": section}
+        folder.mkdir(parents=True)
+        config = base if section is None else {**base, "inmem_snapshot": section}
         request = Request(
             entry="tests.programs.deepspeed_script_flow:run",
             argv=[json.dumps({"config": config, **told}), str(folder)],
@@ -182,7 +182,31 @@ def test_a_script_that_loads_nothing_is_told_so_and_gets_no_snapshot(
     assert "without calling engine.load_checkpoint: call it at every start" in incarnation.error
     assert not incarnation.losses[0]
     fresh = script.run("fresh", FOLLOWS, loads=(), ranks=1)
-    assert "after a failure this job starts anew, because the script" in fresh.outcome.output(0)
+    said = fresh.outcome.output(0)
+    assert "a restart of this job will be refused: the script trains without calling" in said
+    assert "`loader = deepspeed_ext.ResumableLoader(loader)`" in said
+
+
+PIPELINE = {**zero(1, "bf16"), "pipeline": {"activation_checkpoint_interval": 0}}
+
+
+@pytest.mark.parametrize(("reads", "base"), [("engine", CONFIG), ("pipeline", PIPELINE)])
+def test_a_script_that_loads_nothing_continues_where_its_data_are_watched(
+    deepspeed_server: WarmHost, tmp_path: Path, reads: str, base: dict[str, Any]
+) -> None:
+    """In the middle of a pass, bit by bit."""
+    script, told = Script(deepspeed_server, tmp_path), {"reads": reads, "base": base}
+    first = script.run("first", FOLLOWS, **told, steps=6, variables={SAVE_AT: SNAPSHOT_AT})
+    assert "will be refused" not in first.outcome.output(0)
+    offered = {LOAD_FROM: tmp_path / "first" / "arenas"}
+    again = script.run("again", FOLLOWS, **told, steps=2, variables=offered)
+    assert "restored the in-memory snapshot of step 4" in again.outcome.output(0)
+    assert again.losses == [{at: losses[at] for at in ("5", "6")} for losses in first.losses]
+    newer = Path(script.checkpoints, "global_step5")
+    newer.mkdir(parents=True)
+    (newer.parent / "latest").write_text(newer.name)
+    late = script.run("late", FOLLOWS, **told, peeks=True, loads=script.load(), variables=offered)
+    assert "a batch was read, and the in-memory snapshot" in late.error
 
 
 def test_a_script_that_goes_on_after_errors_trains_nothing_else(
@@ -220,12 +244,24 @@ def test_a_load_in_the_middle_of_training_waits_for_a_running_capture(
     assert incarnation.losses[0] == {at: first_incarnation[1].losses[0][at] for at in ("5", "6")}
 
 
-def test_a_second_engine_with_the_section_is_refused(
+def test_a_second_engine_with_the_section_is_refused_as_it_is_made(
     deepspeed_server: WarmHost, tmp_path: Path
 ) -> None:
     script = Script(deepspeed_server, tmp_path)
-    incarnation = script.run("two", ranks=1, loads=script.load(), second_engine=True)
-    assert "this process has taken snapshots of another engine" in incarnation.error
+    incarnation = script.run("two", ranks=1, second_engine="same")
+    assert "the engine of Small is the second one in this process" in incarnation.error
+    assert not incarnation.losses[0] and "others" not in incarnation.seen[0]
+    incarnation = script.run("used", ranks=1, loads=script.load(), second_engine="same", destroys=1)
+    assert "the engine of Small is the second one in this process" in incarnation.error
+    incarnation = script.run("unused", ranks=1, second_engine="same", destroys=1)
+    assert incarnation.losses[0] and incarnation.seen[0]["others"] == ["load_checkpoint", "step"]
+
+
+def test_an_engine_beside_the_one_with_the_section_is_left_alone(
+    deepspeed_server: WarmHost, tmp_path: Path
+) -> None:
+    incarnation = Script(deepspeed_server, tmp_path).run("two", ranks=1, second_engine="plain")
+    assert incarnation.losses[0] and incarnation.seen[0]["others"] == []
 
 
 def test_loading_weights_alone_is_no_resumption(
@@ -318,11 +354,17 @@ def test_the_promise_is_enough(
     )
 
 
-def test_a_script_that_neither_loads_nor_promises_starts_from_scratch(
+def test_a_script_that_neither_loads_nor_promises_is_refused(
     unsaved_incarnation: tuple[Script, Incarnation], tmp_path: Path
 ) -> None:
-    """It cannot be helped by an error, and would meet the same one at every start."""
-    incarnation = go_on(unsaved_incarnation, tmp_path, ON, loads=(), steps=2)
+    """Unless it says that it does not follow the engine: then it starts from scratch."""
+    told = {"loads": (), "steps": 2}
+    refused = go_on(unsaved_incarnation, tmp_path / "refused", ON, **told)
+    assert "a snapshot of step 4 is in memory, and this start would begin at" in refused.error
+    assert 'add "follows_engine": true' in refused.error and "call it at every" in refused.error
+    assert not refused.losses[0] and "starting from scratch" not in refused.outcome.output(0)
+    section = {**ON, "follows_engine": False}
+    incarnation = go_on(unsaved_incarnation, tmp_path / "anew", section, **told)
     assert sorted(incarnation.losses[0]) == ["1", "2"] and "error" not in incarnation.seen[0]
     said = incarnation.outcome.output(0)
     assert "warning: starting from scratch, not from the snapshot of step 4: nothing says" in said
@@ -353,10 +395,7 @@ def test_a_schedule_outside_the_engine_keeps_memory_from_serving(
     )
     again = {"loads": script.load(), "variables": {LOAD_FROM: tmp_path / "incarnation" / "arenas"}}
     incarnation = script.run("after", FOLLOWS, schedule=True, **again)
-    assert incarnation.seen[0]["begins_at"] == 0
-    assert "starting from scratch, not from the snapshot of step 4: no snapshot holds" in (
-        incarnation.outcome.output(0)
-    )
+    assert "would begin at step 0: no snapshot holds the state of" in incarnation.error
 
 
 def test_an_engine_without_the_section_is_left_alone(deepspeed_server: Any, tmp_path: Path) -> None:
@@ -376,6 +415,10 @@ def test_an_engine_without_the_section_is_left_alone(deepspeed_server: Any, tmp_
         (
             {"section": {**ON, "slots": 2.0}},
             "ConfigError: the DeepSpeed config: inmem_snapshot.slots is 2.0; give 2 or 3",
+        ),
+        (
+            {"section": ON, "model": "with_8_bits"},
+            "optimizer: the optimizer tests.programs.deepspeed_models.Adam8bit is not known",
         ),
         ({"section": ON, "plugins": ["late_hook"]}, "was made before deepspeed_ext was imported"),
         ({"section": ON, "plugins": ["old_release"]}, "DeepSpeed 0.17.6 is too old"),
