@@ -20,7 +20,7 @@ from tests.support.deepspeed_jobs import (
     lose_node_of_held_rank,
     train_alone,
 )
-from tests.support.jobs import ROOT, log_of, trainers_with
+from tests.support.jobs import DEEPSPEED_EXAMPLE, ROOT, log_of, trainers_with
 from tests.support.no_pickle import check_holds_no_pickle
 
 pytestmark = [
@@ -112,6 +112,18 @@ def test_a_script_that_promises_nothing_begins_again(tmp_path: Path) -> None:
     (told,) = [event for event in job.events if event.kind == "declined"]
     assert "they start from scratch" in told.text and "follows the engine" in told.text, told
     assert "no checkpoint was read" not in said
+
+
+@pytest.mark.all_layouts
+def test_a_script_that_never_loads_continues_too(tmp_path: Path) -> None:
+    text, line = DEEPSPEED_EXAMPLE.read_text(), "engine.load_checkpoint(str(options.checkpoints))"
+    assert text.count(line) == 1
+    script = tmp_path / "never_loads.py"
+    script.write_text(text.replace(line, "pass"))
+    program = Program({"zero_optimization": {"stage": 1}}, example=script)
+    job = check_identical(program, tmp_path, kill_held_rank, nodes=2)
+    assert [source for _, source in job.restores()] == ["own memory"], job.story()
+    assert "no checkpoint was read" in log_of(job, 0)
 
 
 @pytest.mark.all_layouts
