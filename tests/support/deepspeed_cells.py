@@ -114,10 +114,8 @@ CELLS = [
     Cell("zero1-bf16-offloaded", 2, zero(1, "bf16", **OFFLOADED)),
     Cell("zero2-bf16-unused", 2, zero(2, "bf16"), options=UNUSED),
     Cell("zero2-bf16-offloaded-unused", 2, zero(2, "bf16", **OFFLOADED), options=UNUSED),
-    Cell("zero1-offloaded-at-first", 2, zero(1, "bf16", **OFFLOADED), options=UNUSED_AT_FIRST),
     Cell("zero3-lion", 2, zero(3, "bf16"), model=f"{MODELS}:with_lion"),
     Cell("zero0-rmsprop", 2, zero(0, "fp32"), model=f"{MODELS}:with_rmsprop"),
-    Cell("zero2-adagrad", 2, zero(2, "bf16"), model=f"{MODELS}:with_adagrad"),
     Cell("zero0-fp16-touched", 2, zero(0, "fp16"), options=EXPLODE_FIRST, touch=True),
     Cell(
         "zero2-bf16-offloaded-host-adam",
@@ -134,6 +132,8 @@ MORE_CELLS = [
     Cell("zero2-fp32-offloaded", 2, zero(2, "fp32", **OFFLOADED)),
     Cell("zero2-fp16-offloaded", 2, zero(2, "fp16", **OFFLOADED), skips=True),
     Cell("zero1-fp16-touched", 2, zero(1, "fp16"), options=EXPLODE_FIRST, touch=True),
+    Cell("zero1-offloaded-at-first", 2, zero(1, "bf16", **OFFLOADED), options=UNUSED_AT_FIRST),
+    Cell("zero2-adagrad", 2, zero(2, "bf16"), model=f"{MODELS}:with_adagrad"),
     Cell("zero2-bf16-round-robin", 2, zero(2, "bf16", round_robin_gradients=True)),
     Cell("zero1-bf16-node-loss", config=zero(1, "bf16"), **RS),
 ]
