@@ -83,8 +83,10 @@ def _fill_optimizers(
         inner = _value(node["optimizer"]) if "optimizer" in node else node
         for group, values in zip(inner["param_groups"], captured, strict=True):
             _fill_group(group, values, step)
-        # Megatron leaves a step of zero out, and the form was made before the first one.
-        if "state" in inner and step is not None and step.item():
+        # Megatron leaves a step of zero out, and the form was made before the first one.  Of a
+        # chain, Adam counts steps and Muon does not.
+        counts = any("betas" in group for group in captured)
+        if counts and "state" in inner and step is not None and step.item():
             inner["state"]["common_step"] = step
         if "grad_scaler" in node:
             node["grad_scaler"] = _with_value(node["grad_scaler"], scaler)

@@ -1,7 +1,8 @@
 """Megatron's optimizers as fp32 masters, their moments, and the weights that follow from them.
 
-Covers DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer and chains of
-them; what is inside these is the matter of :mod:`megatron_ft.trainer.master_tensors`.
+Covers DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer,
+LayerWiseDistributedOptimizer and chains of them; what is inside these is the matter of
+:mod:`megatron_ft.trainer.master_tensors`.
 """
 
 from __future__ import annotations
@@ -36,8 +37,12 @@ _LOW_PRECISION_GROUPS = (
 MAIN = ".main"
 """Ends the names of masters, which are captured."""
 
-FUSED = "FusedAdam"
-"""The class of Transformer Engine, and of Apex, whose state Megatron knows how to create."""
+FUSED, MUON = "FusedAdam", "TensorParallelMuon"
+"""Classes whose state Megatron creates as their first step would: that of Transformer Engine and of
+Apex, and Megatron's own."""
+
+LAYER_WISE = "LayerWiseDistributedOptimizer"
+"""The class of a chain in which each data-parallel rank updates some parameters, these whole."""
 
 SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult")
 """Values of a parameter group that Megatron's schedule reads, in the place of its own values."""
@@ -52,7 +57,8 @@ WEIGHT = ".weight_copy"
 class Master(NamedTuple):
     """One tensor that an inner optimizer updates; ``parameter`` is the model's own.
 
-    ``distributed`` is True if each data-parallel rank has a shard of its own of it.
+    ``distributed`` is True if no other data-parallel rank holds the same: each has a shard of it,
+    or one has all of it.
     """
 
     name: str
@@ -69,6 +75,15 @@ def optimizer_parts(optimizer: Any) -> list[Any]:
         return [part for link in chained for part in optimizer_parts(link)]
     is_stub = getattr(optimizer, "is_stub_optimizer", False)
     return [] if is_stub or optimizer.optimizer is None else [optimizer]
+
+
+def layer_wise(optimizer: Any) -> list[Any]:
+    """The links of a chain that give whole parameters to single data-parallel ranks."""
+    if type(optimizer).__name__ == LAYER_WISE:
+        return [optimizer]
+    return [
+        found for link in getattr(optimizer, "chained_optimizers", ()) for found in layer_wise(link)
+    ]
 
 
 def is_distributed(part: Any) -> bool:
@@ -88,25 +103,35 @@ def masters(optimizer: Any, names: dict[int, str]) -> list[Master]:
     ``names`` maps ``id`` of a model parameter to its name.
     """
     found = []
+    whole = {id(part) for link in layer_wise(optimizer) for part in optimizer_parts(link)}
     for number, part in enumerate(optimizer_parts(optimizer)):
         owner = {id(master): model for model, master in _pairs(part, _MODEL_AND_MASTER_GROUPS)}
         for group in part.optimizer.param_groups:
             for tensor in group["params"]:
                 parameter = owner.get(id(tensor), tensor)
                 name = _master_name(number, names[id(parameter)])
-                distributed = is_distributed(part)
+                distributed = is_distributed(part) or id(part) in whole
                 found.append(Master(name, tensor, parameter, part.optimizer, distributed))
     return found
 
 
 def master_names(optimizer: Any, names: dict[int, str]) -> dict[str, str]:
-    """The name of each parameter's master by the parameter's own, whichever ranks hold it."""
+    """The name of each parameter's master by the parameter's own, whichever ranks hold it.
+
+    Collective over data-parallel ranks that own whole parameters.
+    """
     found = {names[id(m.parameter)]: m.name for m in masters(optimizer, names)}
     for number, part in enumerate(optimizer_parts(optimizer)):
         for buffer in part.buffers if is_distributed(part) else ():
             for parameter in buffer.param_index_map:
                 name = names[id(parameter)]
                 found[name] = _master_name(number, name)
+    for link in layer_wise(optimizer):
+        for name in ("dp_cp", "expt_dp"):
+            if (group := getattr(link.pg_collection, name, None)) is not None:
+                told: list[Any] = [None] * group.size()
+                torch.distributed.all_gather_object(told, found, group=group)
+                found = {key: value for owned in told for key, value in owned.items()}
     return found
 
 
@@ -121,16 +146,19 @@ def materialise(optimizer: Any) -> None:
     """
     for part in optimizer_parts(optimizer):
         inner = part.optimizer
-        if type(inner).__name__ == FUSED:
-            # Megatron's own function is right for this class only: it leaves out ``step``,
+        if type(inner).__name__ in _MAKERS:
+            # Megatron's own function is right for these only: for others it leaves out ``step``,
             # without which torch's Adam fails.
             part.init_state_fn(inner, part.config)
         for group, parameter in master_tensors.parameters(inner):
-            master_tensors.create_state(inner, group, parameter, {FUSED: _nothing_more})
+            master_tensors.create_state(inner, group, parameter, _MAKERS)
 
 
 def _nothing_more(inner: Any, group: Any, parameter: Any) -> dict[str, Any]:
     return {}
+
+
+_MAKERS: dict[str, master_tensors.StateMaker] = {FUSED: _nothing_more, MUON: _nothing_more}
 
 
 def group_scalars(optimizer: Any) -> list[list[dict[str, Any]]]:
@@ -228,4 +256,17 @@ def derive_weights(optimizer: Any) -> bool:
     for part in parts:
         if hasattr(part, "_copy_main_params_to_model_params"):
             part._copy_main_params_to_model_params()
-    return any(is_distributed(part) for part in parts)
+    return bool(layer_wise(optimizer)) or any(is_distributed(part) for part in parts)
+
+
+def gather_weights(model: Sequence[Any], optimizer: Any) -> None:
+    """Send each data-parallel rank's updated weights to the others, and wait for theirs.
+
+    A collective; only where ``derive_weights`` says so, else all ranks update all weights.
+    """
+    unordered = [link for link in layer_wise(optimizer) if not link.use_buffer_param_sync]
+    for link in unordered:
+        # Parameters in the order of the model: no range of the buffer is one rank's.
+        link.allgather_params()
+    for chunk in () if unordered else model:
+        chunk.start_param_sync(force_sync=True)

@@ -23,7 +23,6 @@ from megatron_ft.megatron.logical_map import Description, RankTensors
 from megatron_ft.megatron.optimizer import MAIN, WEIGHT
 from megatron_ft.megatron.state_parts import (
     capture_random_states,
-    gather_weights,
     module_tree,
     replica_group,
     restore_random_states,
@@ -199,7 +198,7 @@ class MegatronState:
     def load(self, objects: dict[str, Any]) -> None:
         """Set everything that is not a captured tensor, after those were filled in place.
 
-        Collective over the data-parallel group with the distributed optimizer, because
+        Collective over the data-parallel group with a distributed optimizer, because
         ranks gather each other's weights.
         """
         if objects.get("version") != OBJECTS_VERSION:
@@ -215,7 +214,7 @@ class MegatronState:
             for name, weight in stored.items():
                 self._weights[name].copy_(weight)
             if gathers:
-                gather_weights(self._model)
+                optimizers.gather_weights(self._model, self._optimizer)
         self._load_objects(objects)
 
     def _load_objects(self, objects: dict[str, Any]) -> None:

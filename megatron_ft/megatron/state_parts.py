@@ -235,13 +235,3 @@ def module_tree(model: Sequence[Any]) -> ModuleTree:
         lambda: [getattr(chunk, "module", chunk) for chunk in model],
         lambda number, name: f"chunk{number}.{plain_name(name)}",
     )
-
-
-def gather_weights(model: Sequence[Any]) -> None:
-    """Send each data-parallel rank's updated weights to the others, and wait for theirs.
-
-    A collective; only with the distributed optimizer, the other optimizers update all
-    weights on every rank.
-    """
-    for chunk in model:
-        chunk.start_param_sync(force_sync=True)

@@ -146,6 +146,12 @@ install_megatron() {
     pip_install --no-deps "${flags[@]}" megatron-core
 }
 
+# Muon, which --optimizer muon of Megatron imports.  It declares Python >= 3.12 too, and what is
+# imported of it runs on older ones.
+install_muon() {
+    pip_install --no-deps --ignore-requires-python emerging-optimizers absl-py
+}
+
 # DeepSpeed comes as source, whose build asks the torch of the environment what it can do.
 install_deepspeed() {
     pip_install --no-build-isolation deepspeed
@@ -226,14 +232,15 @@ environment_prepare() {
 # environment_install PYTHON LEVEL EXTRAS: the steps, in the one order in which each finds what it
 # needs.
 environment_install() {
-    local made_for release megatron=() deepspeed=()
+    local made_for release megatron=() deepspeed=() muon=0
     made_for="$("$1" --version) $REPO"
     if [ "$2" != runtime ]; then
         megatron=("${OLDER_MEGATRON_RELEASES[@]}")
         deepspeed=("${OLDER_DEEPSPEED_RELEASES[@]}")
+        muon=1
     fi
     STEP=0
-    STEPS=$((7 + ${#megatron[@]} + ${#deepspeed[@]}))
+    STEPS=$((7 + muon + ${#megatron[@]} + ${#deepspeed[@]}))
     # Scripts in an environment hold its path, so one that was moved or copied is made again.
     if [ "$(cat "$VENV/.made-for" 2>/dev/null)" != "$made_for" ]; then
         rm -rf "$VENV"
@@ -248,6 +255,7 @@ environment_install() {
     step "installing build tools and numpy" pip_install \
         numpy pybind11 packaging 'setuptools>=80' wheel pyyaml typing_extensions
     step "installing megatron-core" install_megatron
+    [ "$muon" -eq 0 ] || step "installing emerging-optimizers" install_muon
     for release in "${megatron[@]}"; do
         step "installing megatron-core $release beside it" install_megatron_release "$release"
     done

@@ -156,6 +156,17 @@ def perturb_weights() -> None:
     training.setup_model_and_optimizer = perturbed
 
 
+def provided_model() -> None:
+    """The program builds its model itself, as those for Megatron before 0.19 do.
+
+    Only then Megatron orders its parameters by the ranks that update them, if these own whole ones.
+    """
+    from megatron_ft.cli.demo import pretrain_gpt
+    from tests.programs import pretrain_gpt as older
+
+    pretrain_gpt.pretrain = older.pretrain
+
+
 def _use_adam(adam: Any) -> None:
     import megatron.core.optimizer as optimizers
 

@@ -131,10 +131,30 @@ def fill_torch_adam_state() -> None:
     cls._set_main_param_and_optimizer_states = set_without_step
 
 
+def gather_unequal_tensors() -> None:
+    """Gather tensors of different sizes over gloo too, as NCCL does."""
+    from torch import distributed
+
+    gather = distributed.all_gather
+
+    @functools.wraps(gather)
+    def gather_any(outputs: Any, own: Any, group: Any = None, async_op: bool = False) -> Any:
+        if len({output.numel() for output in outputs}) == 1:
+            return gather(outputs, own, group=group, async_op=async_op)
+        outputs[distributed.get_rank(group)].copy_(own)
+        for rank, output in enumerate(outputs):
+            if output.numel():
+                distributed.broadcast(output, group=group, group_src=rank)
+        return None
+
+    distributed.all_gather = gather_any
+
+
 MEGATRON_PARTS: dict[str, Callable[[], None]] = {
     **cpu_device.MEGATRON_PARTS,
     "megatron.core.datasets.utils": find_dataset_helper,
     "megatron.core.transformer.torch_norm": allow_sequence_parallel_torch_norm,
+    "megatron.core.optimizer.layer_wise_optimizer": gather_unequal_tensors,
     "megatron.core.optimizer.distrib_optimizer": fill_torch_adam_state,
 }
 """By the module behind whose import each goes."""

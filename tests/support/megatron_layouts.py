@@ -131,6 +131,37 @@ BESIDE = [
 ]
 
 OVERLAPPED = words("--overlap-grad-reduce --overlap-param-gather")
+MUON = words("--bf16 --optimizer muon")
+LAYER_WISE = (*MUON, "--use-distributed-optimizer")
+"""Each data-parallel rank updates some matrices, these whole."""
+
+
+def muon(name: str, ranks: int, *flags: str, ordered: bool = False) -> Layout:
+    """A layout whose matrices are updated by Muon.
+
+    If they are ``ordered`` by the ranks that own them, another optimizer shards all else.
+    """
+    plugins = ("tests.programs.megatron_plugins:provided_model",) if ordered else ()
+    return Layout(name, ranks, flags, plugins=plugins, needs="emerging_optimizers")
+
+
+MUON_LAYOUTS = [
+    muon("muon", 2, *MUON),
+    muon("muon-layer-wise", 2, *LAYER_WISE),
+]
+MORE_MUON_LAYOUTS = [
+    muon("muon-fp32", 2, "--optimizer", "muon"),
+    muon("muon-tp2", 4, *TP2, *MUON, *words("--muon-tp-mode distributed")),
+    muon("muon-layer-wise-tp2", 4, *TP2, *LAYER_WISE),
+    muon("muon-layer-wise-pp2", 4, *PP2, *LAYER_WISE, *OVERLAPPED),
+    muon("muon-layer-wise-ep2", 4, *EP2, *LAYER_WISE, "--disable-bias-linear"),
+    muon("muon-ordered-overlapped", 2, *LAYER_WISE, *OVERLAPPED, ordered=True),
+    muon("muon-ordered-tp2-alone", 2, *TP2, *LAYER_WISE, ordered=True),
+    muon("muon-ordered-dp4", 4, *LAYER_WISE, "--muon-nesterov", ordered=True),
+    muon("muon-ordered-tp2", 4, *TP2, *LAYER_WISE, ordered=True),
+    muon("muon-ordered-pp2", 4, *PP2, *LAYER_WISE, ordered=True),
+    muon("muon-ordered-ep2", 4, *EP2, *LAYER_WISE, "--disable-bias-linear", ordered=True),
+]
 FOUR_EXPERTS = words("--num-experts 4 --moe-token-dispatcher-type allgather --moe-router-topk 2")
 MORE = [
     Layout(

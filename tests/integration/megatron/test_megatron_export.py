@@ -21,7 +21,18 @@ from megatron_ft.cli.demo import demo_model  # noqa: E402
 from megatron_ft.launchers.virtual import VirtualCluster  # noqa: E402
 from tests.programs import megatron_export as program  # noqa: E402  # needs torch
 from tests.support.late_capture import LOAD_FROM, SAVE_AT  # noqa: E402
-from tests.support.megatron_layouts import DISTRIBUTED, EP2, PP2, TP2, VPP, Layout, words  # noqa: E402
+from tests.support.megatron_layouts import (  # noqa: E402
+    DISTRIBUTED,
+    EP2,
+    LAYER_WISE,
+    MUON,
+    PP2,
+    TP2,
+    VPP,
+    Layout,
+    muon,
+    words,
+)
 from tests.support.megatron_runs import ITERATIONS, SNAPSHOT_AT, SNAPSHOTS, Runs  # noqa: E402
 from tests.support.no_pickle import check_holds_no_pickle  # noqa: E402
 from tests.support.warm_host import Request  # noqa: E402
@@ -45,6 +56,9 @@ LAYOUTS = [
     Layout("replicated-fp32", 2),
     Layout("reshardable-tp2", 4, (*TP2, *DISTRIBUTED, RESHARDABLE, GATED)),
     Layout("reshardable-ep2-pp2", 4, (*EP2, *PP2, *DISTRIBUTED, RESHARDABLE)),
+    muon("muon-tp2", 4, *TP2, *MUON),
+    muon("muon-layer-wise", 2, *LAYER_WISE),
+    muon("muon-ordered", 2, *LAYER_WISE, ordered=True),
     Layout("optimizer-not-saved", 2, (*DISTRIBUTED, "--no-save-optim", "--no-save-rng")),
     Layout(
         "two-optimizer-instances",

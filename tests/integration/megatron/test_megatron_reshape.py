@@ -20,6 +20,8 @@ from tests.support.late_capture import RESHAPE_FROM, SAVE_AT  # noqa: E402
 from tests.support.megatron_layouts import (
     DISTRIBUTED,
     EXPERTS,
+    LAYER_WISE,
+    MUON,
     OVERFLOWING,
     PP2,
     TP2,
@@ -89,6 +91,8 @@ CHANGES = [
     Change("predicting-more", (2, TP2), (4, ()), (*DISTRIBUTED, *PREDICTING)),
     Change("instances-to-one", (4, INSTANCES), (2, ())),
     Change("one-to-instances", (2, ()), (4, INSTANCES)),
+    Change("muon", (4, TP2), (2, PP2), MUON),
+    Change("muon-layer-wise", (4, TP2), (2, ()), LAYER_WISE),
     Change("counting-experts", (4, EP4), (2, EP2), (*DISTRIBUTED, *COUNTING)),
 ]
 ORDINARY = ("tp2-dp2-to-dp4", "ep4-to-ep2")

@@ -23,6 +23,8 @@ from tests.support.megatron_layouts import (  # noqa: E402
     BESIDE,
     DISTRIBUTED,
     MORE,
+    MORE_MUON_LAYOUTS,
+    MUON_LAYOUTS,
     OVERLAPPED,
     Layout,
     cell,
@@ -44,7 +46,9 @@ PAIRWISE = [cell(*values) for values in pairwise(AXES)]
 REST = [layout for layout in matrix() if layout not in PAIRWISE]
 
 
-@pytest.mark.parametrize("layout", PAIRWISE + BESIDE + PROGRAMS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout", PAIRWISE + BESIDE + MUON_LAYOUTS + PROGRAMS, ids=lambda layout: layout.name
+)
 def test_a_resumed_run_is_bit_identical(
     layout: Layout, runs: Runs, pytestconfig: pytest.Config
 ) -> None:
@@ -54,8 +58,12 @@ def test_a_resumed_run_is_bit_identical(
 
 
 @pytest.mark.all_layouts
-@pytest.mark.parametrize("layout", REST + MORE + MORE_PROGRAMS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout", REST + MORE + MORE_MUON_LAYOUTS + MORE_PROGRAMS, ids=lambda layout: layout.name
+)
 def test_so_is_every_other_one(layout: Layout, runs: Runs) -> None:
+    if layout.needs:
+        pytest.importorskip(layout.needs)
     check_resume(runs, layout, crash=True)
 
 

@@ -70,11 +70,14 @@ def test_a_value_out_of_range_is_refused() -> None:
     ("setting", "named"),
     [
         ({"optimizer": "lion"}, "--optimizer"),
+        ({"optimizer": "muon", "muon_scalar_optimizer": "lion"}, "--muon-scalar-optimizer"),
         ({"optimizer_cuda_graph": True}, "--optimizer-cuda-graph"),
         ({"qk_clip": True}, "--qk-clip"),
         ({"fp4_param_gather": True}, "--fp4-param-gather"),
+        ({"fp8_param_gather": True}, "--fp8-param-gather.* stay in 16 bits"),
         ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp.* --use-distributed-optimizer instead"),
         ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards"),
         ({"expert_gtp_weight_remat_size": 2}, "--expert-tensor-parallel-num-weight-shards"),
         ({"skip_train": True}, "--skip-train"),
@@ -98,6 +101,9 @@ def test_ordinary_settings_are_accepted() -> None:
     ordinary = SimpleNamespace(optimizer="sgd", dataloader_type="external", fp8_recipe="delayed")
     ordinary.gtp_weight_remat_size = ordinary.expert_gtp_weight_remat_size = 1
     assert arguments.validate(ordinary) == SnapshotConfig()
+    layer_wise = SimpleNamespace(optimizer="muon", use_layer_wise_distributed_optimizer=True)
+    layer_wise.muon_scalar_optimizer, layer_wise.async_save = "adam", True
+    assert arguments.validate(layer_wise) == SnapshotConfig()
 
 
 def test_conflicts_bad_values_and_contradictions_come_in_one_list(
