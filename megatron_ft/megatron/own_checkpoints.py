@@ -56,8 +56,10 @@ def save_missed(args: Any, training: Mapping[str, Any]) -> None:
         train_data_iterator=training["train_data_iterator"],
         preprocess_common_state_dict_fn=loop.preprocess_common_state_dict,
     )
-    with suppress(OSError):
-        Path(args.save, SAVING_NOTE).unlink()
+    # With --async-save nothing is finished yet, and the try may still end this incarnation.
+    if not getattr(args, "async_save", False):
+        with suppress(OSError):
+            Path(args.save, SAVING_NOTE).unlink()
 
 
 def _is_wanted(args: Any) -> bool:

@@ -36,6 +36,10 @@ def _resilient(run_resilient: RunResilient, original: Function) -> Function:
     def pretrain(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import global_vars
 
+        if "--async-save" in sys.argv or getattr(global_vars._GLOBAL_ARGS, "async_save", False):
+            # Its writer and its queues outlast a teardown: a process that trained twice never ends.
+            log.warning("with --async-save training cannot restart in process, but in a new one")
+            return original(*args, **kwargs)
         given = (global_vars._GLOBAL_ARGS, args, kwargs)
         try:
             given = copy.deepcopy(given)

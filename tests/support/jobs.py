@@ -147,6 +147,7 @@ class Job:
     compare_replicas: int = 1
     register_timeout_seconds: float = 600.0
     on_no_spare: str = "stop"
+    restart: str = SnapshotConfig().restart
     host_seconds: float = 0.0
     queue_seconds: float = 0.0
     hold_seconds: float = 60.0

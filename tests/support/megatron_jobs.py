@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import signal
@@ -18,11 +19,12 @@ import pytest
 from megatron_ft.cli.chaos.trace import final_lines, read_trace
 from megatron_ft.cli.demo import demo_model
 from megatron_ft.cli.demo.final_state import compare_runs, differences, final_path
+from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.startup import before_script
 from megatron_ft.supervisor.orders import Timing
 from tests.programs.held_in_step import sitecustomize as held
 from tests.support import traced_script
-from tests.support.jobs import ROOT, Job, WarmCluster, run_alone
+from tests.support.jobs import ROOT, Fault, Job, WarmCluster, run_alone
 
 RANKS, ITERATIONS = 2, 16
 SNAPSHOTS = ("--inmem-snapshot", "--inmem-snapshot-interval", "2")
@@ -64,6 +66,13 @@ class Program:
         path = os.pathsep.join([str(self.megatron), str(ROOT)])
         own = {**demo_model.ENVIRONMENT, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
         return traced_script.environment(trace, own) if self.stock else own
+
+
+def installed() -> Path:
+    """The folder of the release of megatron-core that is installed."""
+    spec = importlib.util.find_spec("megatron")
+    assert spec is not None and spec.submodule_search_locations
+    return Path(next(iter(spec.submodule_search_locations))).parent
 
 
 def packaged(megatron: Path) -> Program:
@@ -110,6 +119,8 @@ def survive_a_kill(
     folder: Path,
     flags: Sequence[str] = SNAPSHOTS,
     hidden: Sequence[str] = (),
+    fault: Fault = kill_held_rank,
+    restart: str = SnapshotConfig().restart,
 ) -> Job:
     """Train under the supervisor and kill a trainer in mid-iteration; the job, destroyed.
 
@@ -125,13 +136,14 @@ def survive_a_kill(
     job = Job(
         folder,
         nodes=RANKS,
+        restart=restart,
         command=command,
         environment=holding,
         # Imports of Megatron may keep every core of a small machine from the SMPs for a while.
         timing=Timing(lease=30.0, node_timeout=45.0),
     )
     try:
-        job.run((held.ITERATION - 1, kill_held_rank))
+        job.run((held.ITERATION - 1, fault))
     finally:
         job.cluster.destroy()
     return job

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests.programs.held_in_step import sitecustomize as held
 from tests.support.jobs import Job
 from tests.support.megatron_jobs import (
     RANKS,
+    installed,
     needs_megatron,
     packaged,
     survive_a_kill,
@@ -24,12 +24,6 @@ from tests.support.megatron_jobs import (
 )
 
 pytestmark = pytest.mark.usefixtures("warm_megatron_trainers")
-
-
-def _installed() -> Path:
-    spec = importlib.util.find_spec("megatron")
-    assert spec is not None and spec.submodule_search_locations
-    return Path(next(iter(spec.submodule_search_locations))).parent
 
 
 @pytest.mark.all_layouts
@@ -42,7 +36,7 @@ def test_all_ranks_take_the_newer_checkpoint(megatron_corpus: Path, tmp_path: Pa
 
     The supervisor announces memory, and corrects that.
     """
-    program = replace(packaged(_installed()), iterations=40)
+    program = replace(packaged(installed()), iterations=40)
     own = str(tmp_path / "checkpoints")
     (tmp_path / "job").mkdir()
     checkpoints = ("--save", own, "--load", own, "--save-interval", "9")
@@ -75,7 +69,7 @@ def test_a_doubtful_result_is_resumed_from_the_checkpoint_that_knows_of_it(
     Its seed injects the error in iteration 3.  Training begins with the permit for iteration 2,
     or a slow machine may have nothing in memory by then.
     """
-    program = replace(packaged(_installed()), iterations=8)
+    program = replace(packaged(installed()), iterations=8)
     own, trace = str(tmp_path / "checkpoints"), tmp_path / "trace"
     flags = [*program.flags(megatron_corpus, trace), "--save", own, "--load", own]
     flags += ["--save-interval", "100", "--inmem-snapshot", "--inmem-snapshot-interval", "2"]

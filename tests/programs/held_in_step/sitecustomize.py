@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from itertools import count
 from typing import Any
 
 from megatron_ft.core.environment import INCARNATION
@@ -22,7 +23,7 @@ PERMIT_SECONDS = 100.0
 def hold_megatron() -> None:
     from megatron.training import get_args, training
 
-    step = training.train_step
+    step, finalize, iterations = training.train_step, training.maybe_finalize_async_save, count()
 
     def held(*args: Any, **kwargs: Any) -> Any:
         from megatron_ft.megatron import hooks
@@ -30,7 +31,18 @@ def hold_megatron() -> None:
         hold(get_args().curr_iteration, hooks._current)
         return step(*args, **kwargs)
 
-    training.train_step = held
+    def held_before_it(*args: Any, **kwargs: Any) -> Any:
+        """Ranks finish a checkpoint together, between two iterations, if they save in background.
+
+        So none can be finished that the last iteration has begun.
+        """
+        from megatron_ft.megatron import hooks
+
+        if get_args().async_save and not kwargs.get("blocking"):
+            hold(next(iterations), hooks._current)
+        return finalize(*args, **kwargs)
+
+    training.train_step, training.maybe_finalize_async_save = held, held_before_it
 
 
 def hold_deepspeed() -> None:
