@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write the generated pages of the documentation and the schema of the JSON section.
 
-scripts/flags_table.py          # writes settings.md, command-line.md and the schema
+scripts/flags_table.py          # writes settings.md, command-line.md, compatibility.md, the schema
 scripts/flags_table.py --check  # exit code 1 if one of them is out of date
 """
 
@@ -16,6 +16,8 @@ from importlib import import_module
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
+
+import compatibility_table
 
 from megatron_ft.cli.main import COMMANDS, Command
 from megatron_ft.config import SETTINGS, SWITCH, SWITCH_HELP
@@ -32,6 +34,7 @@ from megatron_ft.config.setting import Setting
 ROOT = Path(__file__).parents[1]
 SETTINGS_PAGE = ROOT / "docs" / "reference" / "settings.md"
 COMMANDS_PAGE = ROOT / "docs" / "reference" / "command-line.md"
+COMPATIBILITY_PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 SCHEMA = ROOT / "deepspeed_ext" / "inmem_snapshot.schema.json"
 BEGIN = "<!-- written by scripts/flags_table.py -->"
 END = "<!-- end of what scripts/flags_table.py writes -->"
@@ -181,9 +184,11 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 def main() -> int:
     """Write or check; the exit code."""
+    tested = compatibility_table.table(compatibility_table.read())
     files = {
         SETTINGS_PAGE: page_with(SETTINGS_PAGE, settings_table()),
         COMMANDS_PAGE: page_with(COMMANDS_PAGE, commands()),
+        COMPATIBILITY_PAGE: page_with(COMPATIBILITY_PAGE, _table(tested)),
         SCHEMA: json.dumps(schema(), indent=2) + "\n",
     }
     old = [path for path, text in files.items() if path.read_text() != text]

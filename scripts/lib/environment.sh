@@ -2,12 +2,14 @@
 #
 # Callers set -euo pipefail, then call `environment_prepare runtime|dev`.  It leaves these set:
 #   REPO    root of the checkout          VENV   the virtual environment
+# For another one, with another torch, they call `environment_with_torch RELEASE` before that.
 #
 # PYTHON=<interpreter> chooses the Python that the environment is made with.
 
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 VENV="$REPO/.venv"
 LOG="$VENV/install.log"
+CONSTRAINTS="$REPO/requirements/constraints.txt"
 MINIMUM_FREE_GIB=3
 
 # Releases that the tests also run, each in a folder .venv/<package>/<release>.
@@ -99,7 +101,7 @@ fingerprint() {
     {
         "$1" --version
         printf '%s\n' "$REPO" "$2" "$REPO"/*/__init__.py
-        cat "$REPO/pyproject.toml" "$REPO/setup.py" "$REPO/requirements/constraints.txt" \
+        cat "$REPO/pyproject.toml" "$REPO/setup.py" "$CONSTRAINTS" \
             "$REPO/scripts/lib/environment.sh"
     } | cksum
 }
@@ -120,7 +122,7 @@ step() {
 }
 
 pip_install() {
-    "$VENV/bin/python" -m pip install --constraint "$REPO/requirements/constraints.txt" "$@"
+    "$VENV/bin/python" -m pip install --constraint "$CONSTRAINTS" "$@"
 }
 
 # make_venv PYTHON: a fresh .venv, with pip even where ensurepip was taken out of Python.
@@ -212,6 +214,18 @@ install_for_tests() {
     fi
 }
 
+# environment_with_torch RELEASE: an environment below .venv that differs in torch alone; the tests
+# find older releases of frameworks in .venv.
+environment_with_torch() {
+    VENV="$REPO/.venv/with-torch/$1"
+    LOG="$VENV/install.log"
+    CONSTRAINTS="$VENV.txt"
+    OLDER_MEGATRON_RELEASES=()
+    OLDER_DEEPSPEED_RELEASES=()
+    mkdir -p "$VENV"
+    sed "s/^torch==.*/torch==$1/" "$REPO/requirements/constraints.txt" >"$CONSTRAINTS"
+}
+
 # environment_prepare LEVEL: make or complete .venv; nothing to do takes well under a second.
 environment_prepare() {
     local level="$1" extras="mpi" python print last=""
@@ -248,7 +262,7 @@ environment_install() {
     mkdir -p "$VENV"
     rm -f "$VENV"/.prepared-*
     : >"$LOG"
-    step "making .venv with $("$1" --version)" make_venv "$1"
+    step "making ${VENV#"$REPO/"} with $("$1" --version)" make_venv "$1"
     printf '%s\n' "$made_for" >"$VENV/.made-for"
     # torch comes first and alone, so that no other package's wishes choose its version.
     step "installing torch (a large download)" pip_install torch

@@ -282,6 +282,7 @@ def test_every_file_parses_as_python_3_10() -> None:
 @pytest.mark.parametrize(
     "script",
     [
+        "scripts/cells.sh",
         "scripts/quickstart.sh",
         "scripts/release.sh",
         "scripts/test.sh",
