@@ -19,7 +19,7 @@ from megatron_ft.cli.demo import final_state
 from tests.programs import deepspeed_program
 from tests.support.accelerate_cpu import shard_on_cpu
 from tests.support.deepspeed_final import collect
-from tests.support.late_capture import LOAD_FROM, ArenaManager, poison
+from tests.support.late_capture import LOAD_FROM, ArenaManager
 
 VOCABULARY, LENGTH, SAMPLES, BATCH = 16, 8, 40, 2
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
@@ -315,14 +315,7 @@ class Net(torch.nn.Module):
         return self.layers(tokens).square().mean()
 
 
-class PlainManager(ArenaManager):
-    """For a mapping as the state."""
-
-    def _poison(self, into: Any) -> None:
-        poison(self._of(into))
-
-
-def _snapshots(weights: torch.nn.Module) -> PlainManager:
+def _snapshots(weights: torch.nn.Module) -> ArenaManager:
     from megatron_ft.config import SnapshotConfig
 
     rank = int(os.environ["RANK"])
@@ -331,7 +324,7 @@ def _snapshots(weights: torch.nn.Module) -> PlainManager:
         "rank": rank,
         "coordinates": (0, 0, 0),
     }
-    return PlainManager(SnapshotConfig(protect="none"), place, lambda _: weights.parameters())
+    return ArenaManager(SnapshotConfig(protect="none"), place, lambda _: weights.parameters())
 
 
 def plain_accelerator(told: dict[str, Any], folder: Path) -> dict[str, Any]:

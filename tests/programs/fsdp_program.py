@@ -10,7 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.functional import mse_loss
 
 from megatron_ft.config import SnapshotConfig
@@ -19,8 +24,10 @@ from megatron_ft.trainer.state import RngState
 from tests.support.late_capture import RESHAPE_FROM, ArenaManager, ReshapingManager
 
 ITERATIONS, BATCH = 8, 12
-TRACE, MESH = "TEST_TRACE", "TEST_MESH"
-"""The folder for losses; the shape of the mesh, with replicas first if it has two numbers."""
+TRACE, MESH, WAY = "TEST_TRACE", "TEST_MESH", "TEST_WAY"
+"""The folder for losses; the shape of the mesh, with replicas first if it has two numbers; what is
+to be other than usual: "mixed" precision, "offloaded", "accumulated" or "tensor" parallel."""
+MICRO_BATCHES = 2
 
 
 def preload() -> None:
@@ -31,12 +38,24 @@ def preload() -> None:
 def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """The same model on all ranks, then sharded: rows of 33, 7 and 3, which nothing divides."""
     torch.manual_seed(3)
-    layers = [torch.nn.Linear(10, 33), torch.nn.Tanh(), torch.nn.Linear(33, 7, bias=False)]
-    model = torch.nn.Sequential(*layers, torch.nn.Linear(7, 3)).double()
-    shape = tuple(map(int, os.environ[MESH].split()))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+    hidden = 34 if os.environ.get(WAY) == "tensor" else 33
+    layers = [torch.nn.Linear(10, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, 7, bias=False)]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(7, 3))
+    shape, way = tuple(map(int, os.environ[MESH].split())), os.environ.get(WAY, "")
+    names = ("replicas", "shards")[-len(shape) :] if way != "tensor" else ("shards", "tensors")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    options: dict[str, Any] = {}
+    if way == "mixed":
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    else:
+        model.double()
+    if way == "offloaded":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if way == "tensor":
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        model, mesh = parallelize_module(model, mesh["tensors"], plan), mesh["shards"]
     for layer in (*model, model):
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh, **options)
     torch.manual_seed(100 + dist.get_rank())
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -44,13 +63,19 @@ def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, iteration: int) -> float:
     """Train on this rank's part of the batch; the loss of all of it."""
     generator = torch.Generator().manual_seed(iteration)
-    batch = torch.randn(BATCH, 13, dtype=torch.float64, generator=generator)
-    part = batch.chunk(dist.get_world_size())[dist.get_rank()]
-    loss = mse_loss(model(part[:, :10]), part[:, 10:])
+    batch = torch.randn(BATCH, 13, dtype=next(model.parameters()).dtype, generator=generator)
+    # Ranks of one tensor-parallel group see the same samples.
+    width = 2 if os.environ.get(WAY) == "tensor" else 1
+    part = batch.chunk(dist.get_world_size() // width)[dist.get_rank() // width]
     optimizer.zero_grad()
-    loss.backward()
+    total = torch.zeros((), dtype=batch.dtype)
+    micros = MICRO_BATCHES if os.environ.get(WAY) == "accumulated" else 1
+    for number, micro in enumerate(part.chunk(micros)):
+        model.set_requires_gradient_sync(number == micros - 1)
+        loss = mse_loss(model(micro[:, :10]), micro[:, 10:]) / micros
+        loss.backward()
+        total += loss.detach()
     optimizer.step()
-    total = loss.detach().clone()
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
 

@@ -149,7 +149,7 @@ class ArenaManager(SnapshotManager):
         return super().load(into)
 
     def _poison(self, into: Any) -> None:
-        poison(live_tensors(into).values())
+        poison(live_tensors(self._adapt(into)).values())
         poison(self._of(into))
 
     def decline(self, reason: str = "late", iteration: int = -1) -> None:

@@ -15,7 +15,12 @@ torch = pytest.importorskip("torch")
 from megatron_ft.core.errors import LayoutMismatchError  # noqa: E402
 from megatron_ft.trainer.mapping import MappingState  # noqa: E402
 from megatron_ft.trainer.state import RngState  # noqa: E402
-from tests.support.late_capture import RESHAPE_FROM, SAVE_AT, SAVE_TO  # noqa: E402
+from tests.support.late_capture import (  # noqa: E402
+    LOAD_FROM,
+    RESHAPE_FROM,
+    SAVE_AT,
+    SAVE_TO,
+)
 from tests.support.warm_host import Request, WarmHost  # noqa: E402
 
 SNAPSHOT_AT, ITERATIONS = 4, 8
@@ -170,3 +175,28 @@ def test_fsdp2_trains_on_with_another_number_of_ranks(
             torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12)
         first, second = torch.rand(2, generator=torch.Generator().manual_seed(100 + number))
         assert rank["drawn"] == float(second if number < len(whole) else first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "way"),
+    [
+        pytest.param("4", "", id="uneven"),
+        pytest.param("2 2", "", id="replicated"),
+        pytest.param("2", "mixed", id="mixed precision"),
+        pytest.param("2", "offloaded", id="offloaded"),
+        pytest.param("2", "accumulated", id="accumulated"),
+        pytest.param("2 2", "tensor", id="tensor parallel"),
+    ],
+)
+def test_fsdp2_continues_bit_for_bit_on_the_same_mesh(
+    mesh: str, way: str, warm_host: WarmHost, tmp_path: Path
+) -> None:
+    given = {"TEST_WAY": way}
+    whole = run(warm_host, tmp_path, mesh, "whole", **given, **{SAVE_AT: str(SNAPSHOT_AT)})
+    arenas = str(tmp_path / "whole" / "arenas")
+    after = run(warm_host, tmp_path, mesh, "after", **given, **{LOAD_FROM: arenas})
+    for rank, before in zip(after, whole, strict=True):
+        assert list(rank["losses"]) == [str(i) for i in range(SNAPSHOT_AT + 1, ITERATIONS + 1)]
+        assert rank["losses"] == {at: before["losses"][at] for at in rank["losses"]}
+        assert rank["whole"] == before["whole"]
