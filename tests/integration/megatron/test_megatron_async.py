@@ -10,14 +10,13 @@ from megatron_ft.checkpoint.native import TRACKER, checkpoint_folder, tracked_it
 from megatron_ft.cli.demo.final_state import compare_runs
 from megatron_ft.megatron.own_checkpoints import SAVING_NOTE
 from tests.programs.held_in_step import sitecustomize as held
-from tests.support.jobs import Job
+from tests.support.jobs import Job, log_of
 from tests.support.megatron_jobs import (
     ITERATIONS,
     LONG_JOB,
     RANKS,
     installed,
     kill_held_rank,
-    log_of,
     packaged,
     steps_after,
     survive_a_kill,
