@@ -36,6 +36,7 @@ def shared_memory() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.all_layouts
 def test_a_capture_costs_one_copy_and_nothing_else(
     deepspeed_server: WarmHost, shared_memory: Path, tmp_path: Path
 ) -> None:

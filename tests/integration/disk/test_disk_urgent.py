@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 NEVER = 10**6
 
 
+@pytest.mark.all_layouts
 def test_the_last_spare_drains_before_the_interval(
     made: list[Job], tmp_path: Path, two: Result
 ) -> None:

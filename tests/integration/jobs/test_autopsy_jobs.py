@@ -80,6 +80,7 @@ def test_each_end_is_named_with_its_class(new: Callable[..., Job], tmp_path: Pat
     assert json.loads(newest)["verdict"]["kind"] == "hang"
 
 
+@pytest.mark.all_layouts
 def test_what_a_hang_waits_for_is_named(new: Callable[..., Job]) -> None:
     job = new("1:another:8:2", "2:skips:16:1", "3:loads:24:0")
     job.run()

@@ -30,6 +30,7 @@ def cheap_job(made: list[Job], folder: Path, **changes: Any) -> Job:
     return job
 
 
+@pytest.mark.all_layouts
 def test_it_shrinks_where_a_wait_would_cost_more(made: list[Job], tmp_path: Path) -> None:
     job = cheap_job(made, tmp_path)
     job.run((10, lose("n1")), (30, finish))

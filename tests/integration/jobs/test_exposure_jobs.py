@@ -147,6 +147,7 @@ def elsewhere(capsys: pytest.CaptureFixture[str], *where: str) -> bool:
     return known and "losing any one node: iteration" in shown and "and a restart" not in shown
 
 
+@pytest.mark.all_layouts
 def test_a_node_and_then_a_whole_stripe_cost_what_status_said(
     made: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

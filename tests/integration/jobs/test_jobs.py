@@ -116,6 +116,7 @@ def test_two_nodes_lost_at_once_with_two_parity_members(
     assert {source for _, source in job.restores()} == {"parity"}, job.story()
 
 
+@pytest.mark.all_layouts
 def test_two_ranks_a_node_make_two_stripes(made: list[Job], tmp_path: Path, four: Result) -> None:
     """The first spare is of the survivor's rack, which would then hold a whole stripe."""
     racks = {"n0": "r0", "n1": "r1", "n2": "r0", "n3": "r1"}
@@ -240,6 +241,7 @@ def _committed(job: Job, node: str) -> int:
     return max(slot.iteration for slot in slots if slot.state == SlotState.COMMITTED)
 
 
+@pytest.mark.all_layouts
 def test_another_shape_of_model_is_refused_and_costs_no_snapshot(
     made: list[Job], tmp_path: Path, two: Result
 ) -> None:

@@ -57,6 +57,7 @@ def test_flips_are_found_blamed_and_undone(
     assert [e.fields["node"] for e in of_kind(job, "avoided")] == ["n1", "n2"], job.story()
 
 
+@pytest.mark.all_layouts
 def test_of_two_replicas_the_pair_is_named(
     made: list[Job], tmp_path: Path, uninterrupted: Uninterrupted
 ) -> None:

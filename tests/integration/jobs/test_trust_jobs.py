@@ -162,6 +162,7 @@ def test_damage_in_memory_is_found_and_rebuilt_from_parity_by_the_next_start(
     assert "2 bad blocks found; 1 shards count as lost" in status.render("job", view)
 
 
+@pytest.mark.all_layouts
 def test_more_damage_than_parity_counts_as_lost_and_is_not_restored(
     tmp_path: Path, two: Result
 ) -> None:

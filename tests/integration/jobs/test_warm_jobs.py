@@ -109,6 +109,7 @@ def test_a_job_loses_trainers_a_host_and_a_node_and_nothing_changes(
     assert line.endswith("restart of ranks: 0-1 warm")
 
 
+@pytest.mark.all_layouts
 def test_a_command_that_cannot_be_forked_starts_cold_and_says_so_once(
     made: list[Job], tmp_path: Path, two: Result
 ) -> None:

@@ -17,9 +17,8 @@ RELEASES = ROOT / ".venv" / "megatron-core"
 @pytest.mark.megatron
 @pytest.mark.slow
 @needs_megatron
-@pytest.mark.parametrize(
-    "release", [pytest.param("0.17.1", marks=pytest.mark.all_layouts), "0.18.2"]
-)
+@pytest.mark.parametrize("release", ["0.17.1", "0.18.2"])
+@pytest.mark.all_layouts
 def test_an_older_release_survives_a_kill(
     release: str, megatron_corpus: Path, tmp_path: Path
 ) -> None:

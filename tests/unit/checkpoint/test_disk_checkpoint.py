@@ -288,7 +288,8 @@ def test_a_drain_that_fails_takes_nothing_from_one_beside_it(
         return 0
 
     monkeypatch.setattr(drain_command, "write_shards", full)
-    arguments = ["drain", "--arena-dir", str(memory.root), "--to", str(tmp_path / "disk")]
+    arguments = ["drain", "--job", memory.job, "--arena-dir", str(memory.root)]
+    arguments += ["--to", str(tmp_path / "disk")]
     assert cli.main([*arguments, "--state-dir", str(tmp_path)]) == 2
     if finished:
         assert newest_of(memory, tmp_path / "disk") == 20
