@@ -40,6 +40,7 @@ ALLOWED = {
         "the user's own training script, named by a process of this user"
     ),
     "megatron_ft/cli/demo/final_state.py:compare_states:torch.load": "weights_only",
+    "megatron_ft/trainer/accelerator_state.py:InMemoryState:torch.load": "weights_only",
     "benchmarks/peers/torch_own.py:TorchSave:torch.load": "weights_only, of what it has just saved",
     "deepspeed_ext/saving.py:_step_inside:torch.load": (
         "the user's own DeepSpeed checkpoint, which DeepSpeed unpickles next"
