@@ -88,7 +88,7 @@ def hog(kind: str) -> None:
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What a rank does: its state, its iterations, the hog beside them, and whether it drains."""
+    """The work of a rank: its state, its iterations, the hog beside them, and whether it drains."""
 
     out: str
     hog: str = "none"
@@ -156,7 +156,7 @@ def p99(lines: list[Line]) -> float:
 
 
 def figures(lines: list[Line]) -> dict[str, Any]:
-    """What one job shows of its iterations under the hog, and of its end."""
+    """Figures of one job: its iterations under the hog, and its end."""
     under = [line for line in lines if BEGIN <= line.iteration < BEGIN + LENGTH]
     quiet = p99([line for line in under if not line.phase])
     late = [line for line in under if line.phase and 1000 * line.seconds > 1.1 * quiet]

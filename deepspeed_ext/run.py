@@ -159,7 +159,7 @@ class EngineRun:
         return bool(self._restored)
 
     def _would_load(self, disk: DiskStart) -> bool:
-        """True if a checkpoint goes before what was restored without a load."""
+        """True if a checkpoint goes before the state that was restored without a load."""
         return disk.goes_before(-1 if disk.asked else self._engine.global_steps)
 
     def serve(self, client: str, load_dir: str) -> dict[str, Any] | None:
@@ -228,7 +228,7 @@ class EngineRun:
         self._warn_of_objection()
 
     def reading(self) -> None:
-        """A watched loader gives its first batch next: restore if the script loads nothing.
+        """Restore before a watched loader gives its first batch, if the script loads nothing.
 
         Collective.  It is taken to load nothing if it did not in the snapshot's incarnation.
         """
@@ -243,7 +243,7 @@ class EngineRun:
                 self._start_unloaded("")
 
     def _begin_unloaded(self) -> None:
-        """The script has loaded nothing, and no watched loader was read before.  Collective."""
+        """Begin to train a script that loaded nothing and read no watched loader.  Collective."""
         # A pipeline that reads for itself has read nothing yet.
         waits = self._engine.pipeline_parallelism and not self._data.warning()
         problem = "" if waits and not self._client_state.needs_load else _LOAD_FIRST

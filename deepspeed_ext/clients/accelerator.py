@@ -16,13 +16,13 @@ NAME = "accelerate.Accelerator"
 
 
 def in_memory_state(accelerator: Any, **options: Any) -> InMemoryState:
-    """The state of an accelerator of any backend; ConfigError as of the classes."""
+    """Make the InMemoryState of an accelerator's backend; ConfigError as of the classes."""
     uses_deepspeed = accelerator.distributed_type.value == "DEEPSPEED"
     return (EngineMemory if uses_deepspeed else InMemoryState)(accelerator, **options)
 
 
 class EngineMemory(InMemoryState):
-    """The same with a DeepSpeedPlugin, whose engine takes the snapshots.
+    """InMemoryState of an accelerator with a DeepSpeedPlugin, whose engine takes the snapshots.
 
     ConfigError without one prepared engine that takes snapshots.
     """

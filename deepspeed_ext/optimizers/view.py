@@ -88,7 +88,7 @@ class OptimizerView(ABC):
                 weight.tensor.copy_(kept.get(weight.name, weight.master))
 
     def before_training(self) -> Any:
-        """Called once, before the first gradient; what watches over gradients, or None."""
+        """Install what must watch gradients, before the first one; returns it, or None."""
         return None
 
     def scaler(self) -> Any:

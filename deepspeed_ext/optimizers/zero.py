@@ -79,13 +79,15 @@ class Zero12View(OptimizerView):
         )
 
     def before_training(self) -> Any:
-        """With an offloaded optimizer, OldGradients."""
+        """Install OldGradients where the optimizer is offloaded."""
         offloads = getattr(self._wrapper, "cpu_offload", False)
         return OldGradients(self._engine) if offloads else None
 
 
 class OldGradients:
-    """Has a weight without a gradient get none, where DeepSpeed would apply an earlier one again.
+    """Zeroes old gradients: a weight without a gradient in this step gets none.
+
+    DeepSpeed alone would apply an earlier one again.
 
     With ``offload_optimizer`` it keeps gradients in host memory from step to step: no restart has
     those of before, and without offload it applies none either.

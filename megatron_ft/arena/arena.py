@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 NO_PROGRESS = -1
 
 _PIECE_BYTES = 32 << 20
-"""Memory that ``complete`` makes at once."""
+"""Bytes that ``complete`` allocates at a time."""
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -135,7 +135,7 @@ class Arena:
         return arena
 
     def _fill_holes(self) -> None:
-        """Have memory behind all that may be touched: slots that are not FREE, and all headers."""
+        """Allocate memory behind all headers, and behind the slots that are not FREE."""
         sizes = self._geometry
         missing = files.holes(self._fd, sizes.file_bytes)
         if not missing:
@@ -287,7 +287,7 @@ class Arena:
                 given.close()
 
     def reserve(self, *, first_slot: bool = False) -> None:
-        """Have memory behind every slot again, or the first; ArenaMemoryError if there is none."""
+        """Allocate all slots again, or the first one; ArenaMemoryError if there is no memory."""
         sizes = self._geometry
         try:
             os.posix_fallocate(self._fd, 0, _first_bytes(sizes) if first_slot else sizes.file_bytes)
@@ -303,7 +303,7 @@ class Arena:
         return files.holes(self._fd, self._geometry.file_bytes)
 
     def complete(self, goes_on: Callable[[], bool]) -> None:
-        """Have memory behind every slot; ArenaMemoryError if there is not enough.
+        """Allocate memory behind every slot; ArenaMemoryError if there is not enough.
 
         Half of the time is left to others, and ``goes_on`` is asked before each piece.  Safe
         beside ``close`` and beside writers.

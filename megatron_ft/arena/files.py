@@ -97,7 +97,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def allocate(fd: int, folder: Path, start: int, length: int, arithmetic: str) -> None:
-    """Have memory behind a range of a file in ``folder``; ArenaMemoryError if there is none."""
+    """Allocate a range of a file in ``folder``; ArenaMemoryError if there is no memory."""
     try:
         os.posix_fallocate(fd, start, length)
     except OSError as error:
@@ -141,7 +141,7 @@ def holes(fd: int, length: int) -> int:
 
 
 def fill_holes(fd: int, path: Path, ranges: Iterable[tuple[int, int]], missing: int) -> None:
-    """Have memory behind these ranges (offset, length), of which ``missing`` bytes have none.
+    """Allocate these ranges (offset, length), of which ``missing`` bytes have no memory.
 
     A sparse copy has holes.  Touching one on a full tmpfs would be a SIGBUS.
     """

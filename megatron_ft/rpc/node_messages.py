@@ -261,7 +261,8 @@ class CaptureCost(Message, frozen=True):
 
 
 class Slowed(Message, frozen=True):
-    """Iterations up to ``iteration`` that a snapshot has made late: how many; 0: it may have."""
+    """Trainer to coordinator: the number of iterations up to ``iteration`` that a snapshot made
+    late; 0 says that one may have been."""
 
     shard_id: ShardId
     iteration: int

@@ -148,7 +148,7 @@ class SmpService:
             self.store.note_memory(self.machine)
 
     def make_memory(self) -> None:
-        """Have memory made for slots that have none, once this node's trainers train.
+        """Allocate slots that have no memory, once this node's trainers train.
 
         Nothing that a restart waits for is beside it then.
         """

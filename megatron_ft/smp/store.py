@@ -230,13 +230,13 @@ class ArenaStore:
             arena.reserve()
 
     def note_memory(self, machine: NodeMachine) -> None:
-        """Let snapshots into all slots of arenas that are complete by now."""
+        """Permit snapshots in all slots of arenas that are complete by now."""
         for shard_id, arena in self.arenas.items():
             slots = machine.shards[shard_id]
             slots.made = slots.made if arena.holes else len(slots.slots)
 
     def outlives_sources(self, commit: m.Commit) -> bool:
-        """True if sources go with this commit: its snapshot is as safe as theirs.
+        """True if this commit frees the sources: its snapshot is as safe as theirs.
 
         Without parity that is the first one that trainers have captured: until then the job's notes
         may name the sources alone.

@@ -63,7 +63,7 @@ def nodes_to_replace(
 
 
 def first_active(spec: JobSpec, there: Sequence[str], before: Sequence[str] = ()) -> list[str]:
-    """Those of ``there`` that train first; ProtectionError if their stripes would break the rule.
+    """The nodes of ``there`` that train first; ProtectionError if their stripes break the rule.
 
     Nodes that trained ``before`` are preferred.
     """

@@ -10,7 +10,7 @@ n / PRICE + CREDIT are late, and those of one snapshot.
 from __future__ import annotations
 
 REST = 40
-"""Iterations without a snapshot behind one that may be late: trainers compare it with 32."""
+"""Iterations without a snapshot after one that may be late; trainers compare it with 32 of them."""
 
 PRICE = 400
 """Iterations that pay for a late one: a quarter of a percent.  The rest is for iterations that are
@@ -38,7 +38,7 @@ class Debt:
         return max(self._rest, self._paid - CREDIT * PRICE)
 
     def charge(self, iteration: int, late: int) -> None:
-        """Take one rank's word after ``iteration``: so many were late; 0: one may have been.
+        """Count what a rank reports after ``iteration``: how many were late; 0: one may have been.
 
         Ranks iterate together and speak of the same iterations, a moment apart: the one that
         counts most is charged.

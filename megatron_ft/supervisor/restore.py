@@ -104,7 +104,7 @@ class RestorePlan:
 async def make_arenas(
     coordinator: Coordinator, requests: Mapping[str, m.CreateArena], places: Mapping[str, str]
 ) -> None:
-    """Have these shards' arenas made or checked, on all nodes at once and one by one on each."""
+    """Make or check these shards' arenas, on all nodes at once and one by one on each."""
 
     async def make(node: str, shards: Sequence[str]) -> None:
         for shard_id in shards:
@@ -122,7 +122,7 @@ async def make_targets(coordinator: Coordinator, plan: RestorePlan, shards: Sequ
 
 
 async def rebuild(coordinator: Coordinator, plan: RestorePlan, snapshot: SnapshotId) -> None:
-    """Have the encoders rebuild what is lost from parity; RebuildError if one cannot."""
+    """Rebuild lost shards from parity by the encoders; RebuildError if one cannot."""
     orders = stripe_orders(plan.decision.stripes, plan.places, plan.nodes, plan.decision.lost)
     parts = orders_by_node(orders, plan.places)
     iteration = plan.decision.iteration
@@ -194,7 +194,7 @@ async def shards_made(
 
 
 async def make_sources(coordinator: Coordinator, plan: RestorePlan) -> None:
-    """Have all nodes make room for arenas of the new layout beside those of the old one."""
+    """Make room on all nodes for arenas of the new layout beside those of the old one."""
     assert plan.decision.snapshot is not None, "there is something to reshape"
     request = m.MakeSources(plan.incarnation, plan.decision.snapshot)
     await coordinator.ask_all({node: request for node in plan.nodes})

@@ -65,8 +65,11 @@ class InMemoryState:
             optimizer.step = self._noting(optimizer.step)
 
     def resume(self, checkpoint: str | None = None) -> int:
-        """The step that training continues from: of memory, of ``checkpoint``, a folder of
-        ``accelerator.save_state``, if that is newer, or else 0.  Collective."""
+        """Restore, and return the step that training continues from.  Collective.
+
+        It is that of memory, or of ``checkpoint``, a folder of ``accelerator.save_state``, if this
+        is newer; 0 if there is neither.
+        """
         self._state, self._held = self._complete(), self._known()
         offered, disk = self._manager.offered_iteration, DiskStart(self._step_in(checkpoint))
         start = agree(RankView(offered, disk, supervisor_chose_disk()), self._manager)
@@ -78,7 +81,7 @@ class InMemoryState:
         return self._progress.step
 
     def save(self, loss: float | None = None) -> None:
-        """An iteration has ended, with all that belongs to it; ``loss`` is for the loss gate.
+        """Take a snapshot at the end of an iteration, if one is due; ``loss`` is for the loss gate.
 
         A call while gradients accumulate, before the optimizer has stepped, does nothing.
         """
@@ -98,7 +101,7 @@ class InMemoryState:
         self._manager.save(self._progress.step, self._state)
 
     def close(self) -> None:
-        """Let a running capture end, and leave the job; at the end of training."""
+        """Wait for a running capture, and leave the job; call it at the end of training."""
         self._manager.close()
 
     def _known(self) -> list[int]:
@@ -216,7 +219,7 @@ def unsupported(accelerator: Any) -> str:
 
 
 def number_saves(accelerator: Any) -> None:
-    """Number the next automatic checkpoint behind those that exist, which save_state refuses."""
+    """Number the next automatic checkpoint after those that exist: save_state refuses those."""
     config = accelerator.project_configuration
     if config.automatic_checkpoint_naming and config.project_dir:
         found = Path(config.project_dir, "checkpoints").glob("checkpoint_*")
@@ -225,7 +228,7 @@ def number_saves(accelerator: Any) -> None:
 
 
 def _forget() -> None:
-    """Have the next Accelerator of this process begin anew, as in a new process."""
+    """Reset the state that all Accelerators of this process share."""
     state: Any = sys.modules.get("accelerate.state")
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)

@@ -182,7 +182,7 @@ class Capture:
         declined: bool,
         seconds: float | None = None,
     ) -> Ticket:
-        """``iteration`` has ended, after so many ``seconds`` if they count: do what is due.
+        """Do what is due at the end of ``iteration``, which took ``seconds`` (None: not counted).
 
         ``adapt`` makes the state of now, if it is captured.  ``declined`` says that this rank
         started without the snapshot that it was offered.

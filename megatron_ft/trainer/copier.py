@@ -24,8 +24,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 RANGE_BYTES = 64 << 20
-"""Memory is made ready for copies in ranges that end at addresses divisible by this: each of them
-holds other threads of the process up for some milliseconds only."""
+"""Memory is made ready for copies in ranges that end at addresses divisible by this: a call for
+a whole slot could hold up other threads of the process for its whole time."""
 
 
 class CopyItem(NamedTuple):

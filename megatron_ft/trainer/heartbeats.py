@@ -155,7 +155,7 @@ class TrainerWatch:
         self._passed(now)
 
     def iteration_ended(self, iteration: int) -> float | None:
-        """``iteration`` has ended; its seconds as of ``Iterations.ended``."""
+        """Record the end of ``iteration``; returns its seconds as ``Iterations.ended`` does."""
         now = self._clock()
         seconds = self._iterations.ended(now, 0.0 if self.file is None else self.file.waited)
         self._pulse.iteration = iteration

@@ -205,8 +205,8 @@ class OwnPosition(LoaderPosition):
 
 @contextmanager
 def skipping(loader: Any, name: str, items: int, first_pass: bool) -> Iterator[SkippingSampler]:
-    """Have the sampler of a loader, its attribute ``name``, drop so many items in a pass that
-    begins inside."""
+    """Make a loader's sampler, its attribute ``name``, drop so many items in a pass that begins
+    inside the block."""
     # Not setattr: DataLoader guards against changes while an iterator is under way.
     attributes = vars(loader)
     sampler = SkippingSampler(attributes[name], items)

@@ -61,7 +61,7 @@ class PreparedPosition(LoaderPosition):
         return self._consumed is not None
 
     def _batches(self, number: int, batches: Iterator[Any]) -> Iterator[Any]:
-        """Note batches made by chance; the first one begins a pass, and draws its order."""
+        """Record whether making a batch draws random numbers, but for a pass's first batch."""
         inner, end, before = super()._batches(number, batches), object(), None
         while (batch := next(inner, end)) is not end:
             self.draws |= before is not None and before != drawn()
@@ -78,11 +78,11 @@ class PreparedPosition(LoaderPosition):
             return dropped(iter(self.loader), 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """As ever, and whether the last batch was read: only Accelerate knows it of a stream."""
+        """The place, and whether the last batch was read: only Accelerate knows it of a stream."""
         return {"ended": self.loader.end_of_dataloader, **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As ever; behind the last batch of a pass, the next pass comes."""
+        """Restore the place; after the last batch of a pass the next pass begins."""
         super().load_state_dict(state)
         if self._pending is not None and state["ended"]:
             self._pending = None
@@ -91,7 +91,7 @@ class PreparedPosition(LoaderPosition):
 
 
 def watch(loader: Any) -> PreparedPosition:
-    """Have a prepared loader keep its position, in its place."""
+    """Make a prepared loader keep its position."""
     position = PreparedPosition(_AsPrepared(loader))
     kind = type(loader)
     watched = type(kind.__name__, (kind,), {"__iter__": lambda _: position.begin()})
