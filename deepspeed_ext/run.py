@@ -345,7 +345,7 @@ class EngineRun:
         # Of a snapshot of another layout, the objects come with the state.
         objection = self._client_state.objection(objects or None) if offered >= 0 else ""
         problem = "; ".join(filter(None, [objection, unloaded]))
-        # An adapter's own checkpoints are another way, and it has said so at its first start.
+        # An adapter can resume from its own checkpoints; its first start reports that.
         insists = not (self._client_state.may_start_anew or self._client_state.client)
         view = RankView(offered, disk, supervisor_chose_disk(), is_new, problem, insists=insists)
         start = agree(view, manager)

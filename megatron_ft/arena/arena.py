@@ -302,10 +302,10 @@ class Arena:
         """Bytes of slots without memory, which nobody may touch: 0 in a complete arena."""
         return files.holes(self._fd, self._geometry.file_bytes)
 
-    def complete(self, goes_on: Callable[[], bool]) -> None:
+    def complete(self, may_continue: Callable[[], bool]) -> None:
         """Allocate memory behind every slot; ArenaMemoryError if there is not enough.
 
-        Half of the time is left to others, and ``goes_on`` is asked before each piece.  Safe
+        Half of the time is left to others, and ``may_continue`` is asked before each piece.  Safe
         beside ``close`` and beside writers.
         """
         with self._lock:
@@ -316,7 +316,7 @@ class Arena:
         try:
             for at in range(start, stop, _PIECE_BYTES):
                 began, length = time.monotonic(), min(_PIECE_BYTES, stop - at)
-                if not goes_on():
+                if not may_continue():
                     return
                 missing = min(stop - at, files.holes(fd, stop))
                 limits.check_memory(self.path.parent, missing, arithmetic)

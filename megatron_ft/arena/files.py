@@ -136,7 +136,7 @@ def check_length(fd: int, path: Path, length: int) -> None:
 
 
 def holes(fd: int, length: int) -> int:
-    """How many of the first ``length`` bytes have no memory behind; nobody may touch those."""
+    """Bytes without memory among the first ``length`` ones; nobody may touch them."""
     return max(0, length - os.fstat(fd).st_blocks * 512)
 
 

@@ -438,5 +438,5 @@ Uninterrupted = Callable[[int, int], Result]
 
 
 def log_of(job: Job, rank: int) -> str:
-    """What a rank has printed in all its incarnations."""
+    """The output of a rank in all its incarnations."""
     return (job.folder / "logs" / f"rank{rank}.log").read_text(errors="replace")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,21 +153,26 @@ def test_an_evaluation_is_no_shadow() -> None:
     assert times.shadow_seconds == 0.0
 
 
+def governed_job(folder: Path, words: Sequence[Any], *, interval: str, **changes: Any) -> Job:
+    """A job of one rank whose snapshots cost what ``words`` say; see governed_training.py."""
+    program = str(ROOT / "tests" / "programs" / "governed_training.py")
+    return Job(
+        folder,
+        nodes=1,
+        protect="none",
+        command=(sys.executable, program, *map(str, words)),
+        environment={"MEGATRON_FT_SNAPSHOT_INTERVAL": interval},
+        **changes,
+    )
+
+
 def test_a_job_is_back_within_its_budget_fifty_iterations_after_costs_rose(
     tmp_path: Path, made: list[Any]
 ) -> None:
     """Costs rise tenfold at 150 of 400; from 200 on they are what the budget allows."""
     file, dear, cheap, iteration = tmp_path / "costs", 150, 0.001, 0.02
     words = [400, dear, cheap, iteration, file]
-    program = str(ROOT / "tests" / "programs" / "governed_training.py")
-    job = Job(
-        tmp_path,
-        nodes=1,
-        protect="none",
-        command=(sys.executable, program, *map(str, words)),
-        environment={"MEGATRON_FT_SNAPSHOT_INTERVAL": "auto"},
-        expected_mtbf_hours=1 / 3600,
-    )
+    job = governed_job(tmp_path, words, interval="auto", expected_mtbf_hours=1 / 3600)
     made.append(job)
     job.run()
     lines = [json.loads(line) for line in file.read_text().splitlines()]

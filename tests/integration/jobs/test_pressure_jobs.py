@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from megatron_ft.cli.status import render
 from megatron_ft.supervisor.pressure import CREDIT, MOST_WAIT, PRICE
-from tests.support.jobs import ROOT, Job
+from tests.integration.jobs.test_governor import governed_job
+from tests.support.jobs import Job
 
 DEAR, AGAIN, ITERATIONS = 150, 550, 1300
 CHEAP_SECONDS, ITERATION_SECONDS, TIMES = 0.002, 0.004, 100
@@ -22,15 +22,7 @@ def test_snapshots_wait_while_they_make_iterations_late_and_return(
     """From 150 to 550 of 1300 each snapshot holds training for fifty iterations."""
     file = tmp_path / "costs"
     words = [ITERATIONS, DEAR, CHEAP_SECONDS, ITERATION_SECONDS, file, AGAIN, TIMES]
-    program = str(ROOT / "tests" / "programs" / "governed_training.py")
-    job = Job(
-        tmp_path,
-        nodes=1,
-        protect="none",
-        command=(sys.executable, program, *map(str, words)),
-        environment={"MEGATRON_FT_SNAPSHOT_INTERVAL": "2"},
-        p99_budget_percent=100.0,
-    )
+    job = governed_job(tmp_path, words, interval="2", p99_budget_percent=100.0)
     shown: list[Any] = []
 
     def look(job: Job) -> None:

@@ -42,7 +42,7 @@ HOMES = {"dp0": "n0", "dp1": "n1"}
 OLDER, NEWER = (StripeState("replica", 1, 1, size, tuple(HOMES), 4096) for size in (4096, 8192))
 OLD, AT = SnapshotId(1, 4), 40
 Step = tuple[str, str]
-"""What is done, and on which node."""
+"""A step of the reshape, and its node."""
 
 
 class Died(BaseException):
@@ -102,7 +102,7 @@ def obey(host: SmpService, request: m.Message | None = None) -> None:
 
 
 def write(host: SmpService, shard: str, snapshot: SnapshotId, *, parity: bool) -> None:
-    """What encoders do: a shard is here, and what it needs to serve for the other one."""
+    """The encoders' part: store a shard, and what is needed to rebuild the other one from it."""
     slots, arena = host.machine.shards[shard], host.store.arenas[shard]
     index = slots.begin_rebuild(snapshot, AT)
     arena.data(index, writable=True)[:64] = word(snapshot, shard)
@@ -199,14 +199,14 @@ def _on_node(job: Job, host: SmpService, name: str, shard: str) -> None:
 
 
 class Seen(NamedTuple):
-    """What nodes report, and which files hold what they should: (suffix, shard, snapshot)."""
+    """The inventories of nodes, and the files that are whole: (suffix, shard, snapshot)."""
 
     inventories: dict[str, m.Inventory]
     right: set[tuple[str, str, SnapshotId | None]]
 
 
 def look(job: Job, *, stores: bool = False) -> Seen:
-    """What nodes would report if all their writers died now; what they do with ``stores``."""
+    """The inventories if all writers died now; ``stores`` are handled as nodes handle them."""
     seen = Seen({}, set())
     for node in HOMES.values():
         with smp(job, node) as host:
@@ -226,7 +226,7 @@ def look(job: Job, *, stores: bool = False) -> Seen:
 
 
 def choose(job: Job, inventories: dict[str, m.Inventory]) -> tuple[Decision, m.Sources]:
-    """What the real recovery makes of these."""
+    """The real recovery's decision on these inventories."""
     seats = HOMES if job.present else {}
     sources = HOMES if job.sources else {}
     record = SimpleNamespace(shards=seats, sources=sources, scheme="", lineage=job.lineage)

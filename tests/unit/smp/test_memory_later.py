@@ -61,10 +61,10 @@ def train(host: SmpService) -> None:
 
 
 async def heartbeat(host: SmpService) -> None:
-    """What a heartbeat begins, until it has ended."""
+    """Send a heartbeat, and wait until the work that it begins has ended."""
     host.make_memory()
-    while host._making is not None:
-        await asyncio.sleep(0.001)
+    if (making := host._making) is not None:
+        await asyncio.wait_for(making, 60.0)
 
 
 def test_the_second_snapshot_waits_for_memory(host: SmpService) -> None:
