@@ -61,7 +61,8 @@ class NoSparePolicy:
         if self.way != CHEAPEST:
             return
         events = await asyncio.to_thread(read_events, self._state.folder / EVENTS)
-        estimates = self._estimates(MeasuredTimes(events.events, self._unasked))
+        times = MeasuredTimes(events.events, self._unasked)
+        estimates = self._estimates(times, await self._left())
         figures = await self._figures(lack, estimates)
         ways = cost.alternatives(figures)
         best = cost.cheapest(ways)
@@ -75,14 +76,23 @@ class NoSparePolicy:
             figures={name: one._asdict() for name, one in estimates.items()},
         )
 
-    def _estimates(self, times: MeasuredTimes) -> dict[str, Estimate]:
-        settings, limit = self._spec.settings, self._spec.time_limit_seconds
+    async def _left(self) -> Estimate:
+        """Time until the job's end: as Slurm says now, unless the user has set a limit."""
+        limit = self._spec.time_limit_seconds
+        if isinstance(self._hosts, ReplacementHosts) and not self._spec.settings.time_limit_seconds:
+            now = await asyncio.to_thread(self._hosts.seconds_left)
+            if now:
+                return Estimate(now, "Slurm")
         left = Estimate(max(0.0, self._began + limit - time.monotonic()), "time limit")
+        return left if limit else Estimate(HORIZON_SECONDS, "default")
+
+    def _estimates(self, times: MeasuredTimes, left: Estimate) -> dict[str, Estimate]:
+        settings = self._spec.settings
         names = (cost.SPARE, SHRINK, cost.GROW, cost.START, cost.DRAIN)
         found = {name: times.estimate(name) for name in names}
         found[cost.HOST] = times.estimate(cost.HOST, settings.host_seconds)
         found[cost.QUEUE] = times.estimate(cost.QUEUE, settings.queue_seconds)
-        found[cost.LEFT] = left if limit else Estimate(HORIZON_SECONDS, "default")
+        found[cost.LEFT] = left
         return found if settings.drain_dir else {**found, cost.DRAIN: Estimate(0.0, "none")}
 
     async def _figures(self, lack: NoSpareError, estimates: Mapping[str, Estimate]) -> cost.Figures:

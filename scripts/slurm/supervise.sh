@@ -54,6 +54,13 @@ if ! command -v megatron-ft >/dev/null; then
     exit 2
 fi
 
+# By the batch script: sbatch may have been given another --signal.
+warned="$(sed -n 's/^#SBATCH --signal=.*@\([0-9]*\)$/\1/p' "$0" 2>/dev/null)"
+if [ -n "$warned" ] && [ "$warned" -le "${DRAIN_STOP_SECONDS%.*}" ]; then
+    echo "megatron-ft: warning: DRAIN_STOP_SECONDS is $DRAIN_STOP_SECONDS, but the --signal of the" \
+        "batch script leaves only $warned s before the time limit: raise it" >&2
+fi
+
 # How Slurm calls this one job: one task of an array has the array's own number.
 THIS="$SLURM_JOB_ID"
 [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || THIS="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
@@ -61,6 +68,13 @@ on_no_spare=stop
 case "$ON_NO_SPARE" in
     hold | shrink | auto) on_no_spare="$ON_NO_SPARE" ;;
 esac
+# What this job expects of its queue: 0 where nothing starts it again, which `auto` must know.
+queue_seconds="$QUEUE_SECONDS"
+if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
+    [ "$SLURM_ARRAY_TASK_ID" != "${SLURM_ARRAY_TASK_MAX:-}" ] || queue_seconds=0
+elif [ "${SLURM_RESTART_COUNT:-0}" -ge "$MAX_REQUEUES" ]; then
+    queue_seconds=0
+fi
 stop_for_good=""
 told=""
 told_after=""
@@ -90,7 +104,7 @@ run_once() {
         --ranks-per-node "$RANKS_PER_NODE" ${PROTECT:+--protect "$PROTECT"} --arena-dir "$ARENA_DIR" \
         --state-dir "$STATE_DIR" --drain-dir "$DRAIN_DIR" \
         --drain-interval "$DRAIN_INTERVAL" --drain-minutes "$DRAIN_MINUTES" --on-no-spare "$on_no_spare" \
-        --queue-seconds "$QUEUE_SECONDS" \
+        --queue-seconds "$queue_seconds" \
         ${EXPORT_DIR:+--drain-export-dir "$EXPORT_DIR"} \
         ${SRUN_FLAGS:+"--srun-flags=$SRUN_FLAGS"} $RUN_FLAGS -- "$@" &
     child=$!

@@ -19,7 +19,7 @@ from tests.support.jobs import EXAMPLE, ROOT, Result, read_losses
 from tests.support.slurm_cluster import SlurmCluster, missing
 from tests.support.warm_host import is_client
 
-SCRIPT = ROOT / "scripts" / "slurm" / "pretrain_gpt_inmem.sbatch"
+SCRIPTS = ROOT / "scripts" / "slurm"
 ITERATIONS = 40
 WAIT_SECONDS = 200.0
 _MISSING = missing()
@@ -37,7 +37,7 @@ class SlurmJob:
     """One submitted job whose training command is the plain PyTorch example.
 
     ``site`` are the script's site variables beside those that every test needs, ``flags`` more
-    of sbatch's, ``run_flags`` those of ``megatron-ft run``.
+    of sbatch's, ``run_flags`` those of ``megatron-ft run``, ``script`` the name of the batch script.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class SlurmJob:
         run_flags: str = "--lease-seconds 4",
         site: Mapping[str, str] | None = None,
         flags: Sequence[str] = (),
+        script: str = "pretrain_gpt_inmem.sbatch",
     ) -> None:
         self.cluster, self.folder, self.name = cluster, folder, name
         self.losses, self.output = folder / "losses.jsonl", folder / "job.out"
@@ -73,7 +74,8 @@ class SlurmJob:
             **(site or {}),
         }
         words = [f"--nodes={nodes}", f"--job-name={name}", f"--output={self.output}", *flags]
-        self.id = cluster.run("sbatch", "--parsable", *words, str(SCRIPT), more=variables).strip()
+        words = ["sbatch", "--parsable", *words, str(SCRIPTS / script)]
+        self.id = cluster.run(*words, more=variables).strip()
 
     def text(self) -> str:
         """What the job has printed."""

@@ -228,7 +228,7 @@ class ReplacementHosts:
     def __init__(
         self, allocation: Allocation, job_dir: Path, flags: Sequence[str], seconds: float
     ) -> None:
-        self.seconds = seconds
+        self.seconds, self.seconds_left = seconds, allocation.seconds_left
         self._allocation, self._folder, self._flags = allocation, job_dir, tuple(flags)
 
     def request(self, count: int) -> str:

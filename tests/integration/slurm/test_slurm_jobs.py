@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from megatron_ft.core import procfs
 from megatron_ft.launchers.virtual import default_root
 from tests.support.jobs import Uninterrupted, difference
 from tests.support.slurm_cluster import SlurmCluster
@@ -90,3 +94,32 @@ def test_a_node_with_several_ranks_is_lost(submit: Submit, uninterrupted: Uninte
     after = job.text().partition("n2 takes the place of n1")[2]
     assert "pp0-tp0-dp2-ep0, pp0-tp0-dp3-ep0 from parity" in after, job.story()
     assert not difference(job.result(), uninterrupted(4, ITERATIONS)), job.story()
+
+
+@pytest.mark.all_layouts
+@pytest.mark.timeout(600)
+def test_an_srun_and_the_supervisor_are_killed(
+    submit: Submit, uninterrupted: Uninterrupted, slurm_job_name: str
+) -> None:
+    """Slurm cancels the step of a killed srun, here that of an SMP.  The arenas stay."""
+    job = submit(iterations=ITERATIONS, iteration_seconds=0.3)
+    job.until_printed("committed (protected)")
+    kill_first_with("--nodelist=n1", "megatron_ft.smp")
+    job.until_printed("the SMP of n1 died; a new one took its arenas")
+    kill_first_with("run", "--launcher", "slurm", slurm_job_name)
+    job.until_printed("start 1 of 3 is over")
+    assert job.until_state("COMPLETED", "FAILED") == "COMPLETED", job.story()
+    after = job.text().partition("start 1 of 3 is over")[2]
+    assert "from own memory" in after and "from parity" not in after, job.story()
+    assert not difference(job.result(), uninterrupted(2, ITERATIONS)), job.story()
+
+
+def kill_first_with(*words: str) -> None:
+    """SIGKILL to the oldest process whose command line has these words."""
+    found = []
+    for pid in procfs.own_processes():
+        with suppress(OSError):
+            given = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            found += [pid] if set(words) <= set(given) else []
+    assert found, words
+    os.kill(min(found), signal.SIGKILL)

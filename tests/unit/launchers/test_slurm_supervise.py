@@ -235,6 +235,37 @@ ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
 
 
 @pytest.mark.parametrize(
+    ("settings", "seconds"),
+    [
+        ({}, "120"),
+        ({"MAX_REQUEUES": "3", "SLURM_RESTART_COUNT": "3"}, "0"),
+        ({**ARRAY, "SLURM_ARRAY_TASK_MAX": "3", "MAX_REQUEUES": "0"}, "120"),
+        ({**ARRAY, "SLURM_ARRAY_TASK_MAX": "2"}, "0"),
+    ],
+)
+def test_a_job_that_nothing_starts_again_does_not_count_on_a_requeue(
+    tmp_path: Path, settings: dict[str, str], seconds: str
+) -> None:
+    batch = Batch(tmp_path, 0, ON_NO_SPARE="auto", **settings)
+    assert batch.start().wait(60) == 0
+    assert batch.did(f"--on-no-spare auto --queue-seconds {seconds} ")
+
+
+@pytest.mark.parametrize(("seconds", "warned"), [("240", False), ("300", True)])
+def test_a_drain_that_may_take_longer_than_slurms_warning_leaves_is_told(
+    tmp_path: Path, seconds: str, warned: bool
+) -> None:
+    given = {"MEGATRON_FT_HOME": str(ROOT), "VENV": "/", "DRAIN_STOP_SECONDS": seconds}
+    batch = Batch(tmp_path, 0, **given)
+    script = ROOT / "scripts" / "slurm" / "deepspeed_inmem.sbatch"
+    done = subprocess.run(
+        ["bash", script], env=batch.environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done
+    assert ("leaves only 300 s" in done.stderr) == warned, done.stderr
+
+
+@pytest.mark.parametrize(
     ("code", "settings", "requeued"),
     [
         (0, {}, False),
