@@ -56,9 +56,7 @@ def rate(disk: Path) -> tuple[float, ...]:
             return ratios(ROUNDS, plain, drained)
 
 
-def beside_drains(
-    disk: Path, iterations: int, *flags: str
-) -> tuple[list[Line], list[int]]:
+def beside_drains(disk: Path, iterations: int, *flags: str) -> tuple[list[Line], list[int]]:
     """A job that drains to the disk as ``flags`` say: iterations, and bytes of each checkpoint."""
     with (
         Jobs(1, "cpu", Path("/dev/shm"), 0).folder() as folder,
@@ -98,7 +96,9 @@ def slow_rows(disk: Path) -> Iterator[str]:
         beside, without = parted(drained)
         apart.append(p99(beside) / p99(without))
         jobs.append(p99(drained) / p99(never))
-        counts = f"{len(sizes)} on disk, {len(beside)} iterations beside a drain, {len(without)} not"
+        counts = (
+            f"{len(sizes)} on disk, {len(beside)} iterations beside a drain, {len(without)} not"
+        )
         pairs = f"{p99(beside):.1f}, {p99(without):.1f}; {p99(drained):.1f}, {p99(never):.1f}"
         yield f"| {counts}; p99, ms: these two; all of this job, of one without drains | {pairs} |"
     yield f"| p99 beside a drain, in that of the same job without one | {spread(apart)} |"

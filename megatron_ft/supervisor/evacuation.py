@@ -241,10 +241,11 @@ class Evacuations:
     async def _grow(self) -> bool:
         """Have the job continue with the nodes that are back too; whether it does."""
         self._grow_after = time.monotonic() + GROW_AGAIN_SECONDS * 2**self._growths
-        emit, chosen = self._coordinator.observers.emit, self._more_nodes(self._reachable())
+        emit = self._coordinator.observers.emit
+        chosen = self._more_nodes(await self._members.answering(self._reachable()))
         self._growths += 1
-        reason = await self._capture()
-        if reason or not chosen:
+        reason = await self._capture() if chosen else "no other node answers"
+        if reason:
             self._coordinator.permit_again()
             emit("not_grown", f"the job stays with {len(self._members.active)} nodes: {reason}")
             return False

@@ -409,7 +409,26 @@ class Membership:
         nodes = self._launcher.nodes()
         there = await asyncio.gather(*(self._connect(node) for node in nodes))
         self._coordinator.silent.clear()
-        return list(itertools.compress(nodes, there))
+        quiet = await self._quiet(self._heard)
+        return [n for n in itertools.compress(nodes, there) if n not in quiet]
+
+    async def answering(self, nodes: Collection[str]) -> list[str]:
+        """Those of these nodes whose SMP answers; it is started where none runs."""
+        links = self._coordinator.links
+        await asyncio.gather(*(self._connect(node) for node in nodes if node not in links))
+        quiet = await self._quiet(set(nodes) - set(self.active))
+        return [node for node in nodes if node in links and node not in quiet]
+
+    async def _quiet(self, doubtful: Collection[str]) -> set[str]:
+        """Give up those of these nodes that do not answer just now.
+
+        A scheduler may count a lost node, and what ran there, as alive for minutes.
+        """
+        linked = self._coordinator.links.keys() & set(doubtful)
+        quiet = linked & set(await self._coordinator.quiet_nodes()) if linked else set()
+        for node in quiet:
+            self._give_up(node)
+        return quiet
 
     async def _connect(self, node: str) -> bool:
         if node in self.silent():

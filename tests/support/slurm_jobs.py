@@ -36,8 +36,8 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL")
 class SlurmJob:
     """One submitted job whose training command is the plain PyTorch example.
 
-    ``site`` are the script's site variables beside those that every test needs, ``flags`` more
-    of sbatch's, ``run_flags`` those of ``megatron-ft run``, ``script`` the name of the batch script.
+    ``site`` are the site variables of ``script`` beside those that every test needs, ``flags``
+    more of sbatch's, ``run_flags`` those of ``megatron-ft run``.
     """
 
     def __init__(

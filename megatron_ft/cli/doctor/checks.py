@@ -109,7 +109,7 @@ def slurm(facts: Facts) -> list[Finding]:
     if facts.no_kill is None:
         return []
     if facts.no_kill:
-        return [ok("--no-kill is set: the job outlives a node")]
+        return [ok("--no-kill is seen: the job outlives a node")]
     return [warn("--no-kill is not seen: Slurm kills the job when a node is lost", NO_KILL_ADVICE)]
 
 

@@ -1,4 +1,4 @@
-"""No spare is left on a real Slurm: the way that is expected to cost least, by Slurm's own limit."""
+"""No spare is left on a real Slurm: the way that costs least, by the limit that Slurm names."""
 
 from __future__ import annotations
 

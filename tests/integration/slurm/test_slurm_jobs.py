@@ -56,13 +56,17 @@ def test_the_shipped_script_survives_a_trainer_a_node_and_a_requeue(
 
 @pytest.mark.timeout(300)
 def test_the_doctor_passes_a_good_cluster(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """On nodes where no process of ours has been; afterwards nothing of the doctor is there."""
+    """On nodes where no process of ours has been; afterwards nothing of the doctor is there.
+
+    It says with how many nodes a job of Megatron would continue.
+    """
     words = [sys.executable, "-m", "megatron_ft.cli.main", "doctor", "--launcher", "slurm"]
-    words += ["--protect", "xor:2", "--shard-gib", "0.01"]
+    words += ["--protect", "rs:2+1", "--shard-gib", "0.01", "--on-no-spare", "shrink"]
     words += ["--state-dir", str(tmp_path / "state"), "--", sys.executable, "-c", "pass"]
+    words += ["--inmem-snapshot", "--micro-batch-size", "1", "--global-batch-size", "6"]
     script, output = tmp_path / "doctor.sbatch", tmp_path / "output"
     script.write_text(f"#!/bin/bash\n#SBATCH --no-kill\n{shlex.join(words)}\n")
-    flags = ["--nodes=2", "--ntasks-per-node=1", f"--output={output}"]
+    flags = ["--nodes=3", "--ntasks-per-node=1", f"--output={output}"]
     job = slurm.run("sbatch", "--parsable", *flags, str(script)).strip()
     deadline = time.monotonic() + WAIT_SECONDS
     while (state := slurm.job_state(job)) not in ENDED:
@@ -70,7 +74,8 @@ def test_the_doctor_passes_a_good_cluster(slurm: SlurmCluster, tmp_path: Path) -
         time.sleep(0.3)
     said = output.read_text()
     assert state == "COMPLETED" and "refused" not in said, said
-    assert "all 2 nodes answer" in said and "--no-kill" in said, said
+    assert "all 3 nodes answer" in said and "--no-kill" in said, said
+    assert "the job continues with 2 nodes (rs:1+1)" in said, said
     assert not list(default_root().glob("doctor-*")), said
 
 
