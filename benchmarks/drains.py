@@ -28,7 +28,7 @@ from tests.support.disk_samples import Memory
 SHARD_MIB, ROUNDS = 256, 5
 STATE_MIB, ITERATIONS, EVERY = 16, 2000, 120
 SLOW_MIB = 5e6 / (1 << 20)
-SLOW_DISK_ITERATIONS, SLOW_DISK_EVERY = 6000, 1000
+SLOW_DISK_ITERATIONS, SLOW_DISK_EVERY, SLOW_DISK_ROUNDS = 6000, 600, 3
 FIRST = 100
 """Iterations up to this one do not count."""
 
@@ -88,7 +88,7 @@ def rows(disk: Path) -> Iterator[str]:
 def slow_rows(disk: Path) -> Iterator[str]:
     """The figures of a disk that is slow by itself; jobs with drains and without alternate."""
     apart, jobs = list[float](), list[float]()
-    for _ in range(ROUNDS):
+    for _ in range(SLOW_DISK_ROUNDS):
         drained, sizes = beside_drains(
             disk, SLOW_DISK_ITERATIONS, "--drain-interval", str(SLOW_DISK_EVERY)
         )

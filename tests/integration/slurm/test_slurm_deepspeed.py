@@ -19,6 +19,7 @@ from tests.support.slurm_jobs import NEEDS_SLURM, Submit
 pytestmark = [
     *NEEDS_SLURM,
     pytest.mark.deepspeed,
+    pytest.mark.usefixtures("warm_deepspeed_trainers"),
     pytest.mark.all_layouts,
     pytest.mark.timeout(900),
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed"),
