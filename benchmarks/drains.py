@@ -89,16 +89,14 @@ def slow_rows(disk: Path) -> Iterator[str]:
     """The figures of a disk that is slow by itself; jobs with drains and without alternate."""
     apart, jobs = list[float](), list[float]()
     for _ in range(SLOW_DISK_ROUNDS):
-        drained, sizes = beside_drains(
+        drained, _ = beside_drains(
             disk, SLOW_DISK_ITERATIONS, "--drain-interval", str(SLOW_DISK_EVERY)
         )
         never, _ = beside_drains(disk, SLOW_DISK_ITERATIONS)
         beside, without = parted(drained)
         apart.append(p99(beside) / p99(without))
         jobs.append(p99(drained) / p99(never))
-        counts = (
-            f"{len(sizes)} on disk, {len(beside)} iterations beside a drain, {len(without)} not"
-        )
+        counts = f"{len(beside)} iterations beside a drain, {len(without)} without one"
         pairs = f"{p99(beside):.1f}, {p99(without):.1f}; {p99(drained):.1f}, {p99(never):.1f}"
         yield f"| {counts}; p99, ms: these two; all of this job, of one without drains | {pairs} |"
     yield f"| p99 beside a drain, in that of the same job without one | {spread(apart)} |"

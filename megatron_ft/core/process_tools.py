@@ -49,8 +49,8 @@ def _bound(address: str, port: int) -> int | None:
 _TAIL_BYTES = 1 << 16
 """Most bytes read of a log: one may have gigabytes, and its reader also renews leases."""
 
-_NO_REASON = ("srun: error: ", "srun: launch/slurm: ")
-"""Prefixes of lines that srun adds to a step's log: they say that it ended, but not why."""
+_NO_REASON = ("srun: error: ", "srun: launch/slurm: ", "-----")
+"""Prefixes of lines that srun and mpirun add to a log: they do not say why a process ended."""
 
 
 def last_lines(path: Path, count: int = 15) -> str:
@@ -88,7 +88,8 @@ def tail(path: Path, since: int = 0) -> list[str]:
     """The last lines behind byte ``since``, of at most 64 KiB; OSError."""
     with path.open("rb") as file:
         file.seek(max(since, path.stat().st_size - _TAIL_BYTES))
-        return file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
+        # mpirun ends its reports with a zero byte.
+        return file.read(_TAIL_BYTES).replace(b"\0", b"").decode(errors="replace").splitlines()
 
 
 Result = TypeVar("Result")

@@ -80,6 +80,17 @@ def test_the_doctor_passes_a_good_cluster(slurm: SlurmCluster, tmp_path: Path) -
 
 
 @pytest.mark.all_layouts
+@pytest.mark.timeout(300)
+def test_a_job_that_slurm_would_kill_with_its_node_says_so(
+    slurm: SlurmCluster, submit: Submit, slurm_job_name: str
+) -> None:
+    job = submit(site={"SBATCH_NO_KILL": "off"})
+    job.until_printed("warning: --no-kill is not seen")
+    slurm.run("scancel", job.id)
+    job.until_gone(slurm_job_name)
+
+
+@pytest.mark.all_layouts
 @pytest.mark.timeout(600)
 def test_a_node_with_several_ranks_is_lost(submit: Submit, uninterrupted: Uninterrupted) -> None:
     """Each rank is a step of its own; all shards of the node come back from parity."""

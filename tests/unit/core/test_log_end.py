@@ -46,6 +46,8 @@ def test_the_last_word_is_that_of_the_process_and_not_of_srun(tmp_path: Path) ->
     assert last_word(log) == STEP_ENDED, "nothing else is known"
     log.write_text("")
     assert last_word(log) == ""
+    log.write_text(f"{'-' * 76}\nwill terminate the job.\n{'-' * 76}\n\0")
+    assert last_word(log) == "will terminate the job.", "mpirun ends a report so"
 
 
 def test_what_an_earlier_process_wrote_is_not_quoted(tmp_path: Path) -> None:
