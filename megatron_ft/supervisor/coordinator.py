@@ -256,7 +256,8 @@ class Coordinator(Connections):
         interval = cycle.schedule.interval
         fastest = self._fastest(cycle)
         newest, world, halt = self.committed, self.usable_world, self._standstill
-        if halt is not None and (halt.ended.done() or not world or self.crowded or self.unmade):
+        lacking = (cycle.stripes and not world) or self.crowded or self.unmade
+        if halt is not None and (halt.ended.done() or lacking):
             return []
         if self.replicas.differ.is_set():
             return []  # this incarnation is about to end

@@ -3,7 +3,8 @@
 A user asks for an evacuation, an SMP that got SIGTERM, or a scheduler that drains a node.  Where no
 spare is left the job shrinks, if it may; it grows again when nodes are back.  The next iteration
 boundary is captured, and trainers stay there until the snapshot is committed with parity.  Then
-this incarnation ends, and the next one begins with the other nodes.
+this incarnation ends, and the next one begins with the other nodes.  A job without parity can only
+grow: all nodes that hold its snapshot stay.
 """
 
 from __future__ import annotations
@@ -95,18 +96,20 @@ def boundaries_ahead(seconds: float, iteration_seconds: float) -> int:
     return math.ceil(seconds / max(iteration_seconds, 1e-6)) if iteration_seconds > 0 else 0
 
 
-def loss_of_move(ended: SnapshotEnded, reached: int, survives: SnapshotId | None) -> str:
-    """What would be lost if a node's ranks moved now, or "" if nothing would be.  Pure.
+def loss_of_move(
+    ended: SnapshotEnded, reached: int, survives: SnapshotId | None, redundant: bool = True
+) -> str:
+    """What would be lost if ranks moved now, or "" if nothing would be.  Pure.
 
     ``reached`` is the last iteration that any rank has finished, ``survives`` the newest snapshot
-    that survives the loss of a node.
+    that survives the loss of a node; in a job that is not ``redundant``, that of trainers.
     """
-    if ended.level != "protected":
+    if ended.level not in ("protected", "protected" if redundant else "local"):
         return ended.reason or f"the snapshot of iteration {ended.iteration} has no parity"
     if reached > ended.iteration:
         return f"trainers did not stay at iteration {ended.iteration} until it was committed"
     if survives != ended.snapshot:
-        return f"iteration {ended.iteration} would not survive without the node"
+        return f"iteration {ended.iteration} would not survive the move"
     return ""
 
 
@@ -263,9 +266,9 @@ class Evacuations:
     def _larger(self) -> list[str]:
         """The nodes with which the job could grow now; empty if it cannot, or shall not yet."""
         coordinator = self._coordinator
-        if not self._redundant or coordinator.paused or self.stopping:
+        if coordinator.paused or self.stopping or time.monotonic() < self._grow_after:
             return []
-        if time.monotonic() < self._grow_after or coordinator.protected is None:
+        if (coordinator.protected if self._redundant else coordinator.committed) is None:
             return []
         return self._more_nodes(self._reachable())
 
@@ -286,8 +289,10 @@ class Evacuations:
                 return f"no snapshot could be taken in {PATIENCE_SECONDS:.0f} s"
             await coordinator.refresh()
             reached = max(coordinator.progress.values(), default=-1)
-            safe = coordinator.fallbacks().node_loss
-            reason = loss_of_move(ended, reached, None if safe is None else safe.snapshot)
+            found = coordinator.fallbacks()
+            safe = found.node_loss if self._redundant else found.crash
+            survives = None if safe is None else safe.snapshot
+            reason = loss_of_move(ended, reached, survives, self._redundant)
             if not reason:
                 self._note_standing()
                 return ""

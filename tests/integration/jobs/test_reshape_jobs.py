@@ -44,6 +44,10 @@ def lose(*nodes: str) -> Fault:
     return strike
 
 
+def revive(node: str) -> Fault:
+    return lambda job: job.cluster.revive(node)
+
+
 def finish(job: Job) -> None:
     (job.folder / "gate").touch()
 
@@ -220,12 +224,18 @@ def test_another_model_is_refused_and_memory_kept(made: list[Job], tmp_path: Pat
 
 @MORE
 def test_what_was_drained_serves_if_memory_cannot(made: list[Job], tmp_path: Path) -> None:
-    job = elastic_job(tmp_path, 2, protect="none", drain_dir=tmp_path / "drains", drain_interval=4)
+    """Without parity the job grows again, and loses nothing by that."""
+    disk: dict[str, Any] = {"drain_dir": tmp_path / "drains", "drain_interval": 4}
+    flags = {"iterations": 1200}
+    job = elastic_job(tmp_path, 2, protect="none", command_flags=flags, **disk)
     made.append(job)
-    job.at_event = {"drained": lose("n1"), "reshaped": finish}
+    job.at_event = {"drained": lose("n1"), "reshaped": revive("n1"), "grown": finish}
     job.run()
-    assert "2 shards reshaped to 1" in told(job, "reshaped")[0], job.story()
-    check(tmp_path, 1)
+    first, second = told(job, "reshaped")
+    assert "2 shards reshaped to 1" in first and "1 shards reshaped to 2" in second, job.story()
+    last = [e for e in job.events if e.kind == "restoring"][-1]
+    assert last.fields["iterations_lost"] == 0, job.story()
+    check(tmp_path, 2, 1200)
 
 
 def test_a_job_grows_when_its_node_is_back(made: list[Job], tmp_path: Path) -> None:
@@ -234,7 +244,7 @@ def test_a_job_grows_when_its_node_is_back(made: list[Job], tmp_path: Path) -> N
     job = elastic_job(tmp_path, command_flags={"iterations": iterations})
     made.append(job)
     job.at_event = {"grown": finish}
-    job.run((10, lose("n1")), (40, lambda job: job.cluster.revive("n1")))
+    job.run((10, lose("n1")), (40, revive("n1")))
     (line,) = told(job, "grown")
     assert "continuing with 4 instead of 3, 4 ranks" in line, job.story()
     assert "3 shards reshaped to 4" in told(job, "reshaped")[1], job.story()

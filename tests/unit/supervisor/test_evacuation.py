@@ -76,10 +76,17 @@ IDS = st.builds(SnapshotId, st.integers(1, 3), st.integers(1, 3))
 LEVELS = st.sampled_from(["protected", "local", "aborted"])
 
 
-@given(IDS, st.integers(1, 5), LEVELS, st.integers(0, 7), IDS | st.none())
+@given(IDS, st.integers(1, 5), LEVELS, st.integers(0, 7), IDS | st.none(), st.booleans())
 def test_ranks_move_only_when_nothing_is_lost_by_it(
-    snapshot: SnapshotId, iteration: int, level: str, reached: int, survives: SnapshotId | None
+    snapshot: SnapshotId,
+    iteration: int,
+    level: str,
+    reached: int,
+    survives: SnapshotId | None,
+    redundant: bool,
 ) -> None:
-    reason = loss_of_move(SnapshotEnded(snapshot, iteration, level), reached, survives)
-    nothing_lost = level == "protected" and reached <= iteration and survives == snapshot
+    """A job without parity needs none to grow: no node leaves."""
+    reason = loss_of_move(SnapshotEnded(snapshot, iteration, level), reached, survives, redundant)
+    enough = level == "protected" or (level == "local" and not redundant)
+    nothing_lost = enough and reached <= iteration and survives == snapshot
     assert (reason == "") == nothing_lost
