@@ -30,6 +30,7 @@ from megatron_ft.cli.common import say
 from megatron_ft.cli.parser import HELP_ALL, for_few, seconds
 from megatron_ft.cli.run_folders import RunSummary, folders_ready, make_folder
 from megatron_ft.cli.run_place import RunPlace
+from megatron_ft.cli.shapes import read_shapes
 from megatron_ft.cli.training_command import (
     check_command,
     check_torchrun,
@@ -120,6 +121,12 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="which nodes fail together: a file of lines `rack1: node[0-3],node7` (default: each "
         "node is alone)",
+    )
+    group.add_argument(
+        "--shapes",
+        metavar="FILE",
+        help="arguments to add to the training command when the job continues with fewer nodes: a "
+        'file like {"3": ["--flag", "value"], "2": null}; with null never on so many',
     )
     group.add_argument(
         "--state-dir",
@@ -334,6 +341,11 @@ def spec_from(
     settle_ranks(arguments, command)
     source, shrinks = arguments.failure_domains, settings.on_no_spare in MAY_SHRINK
     check_torchrun(command, place.nodes, arguments.ranks_per_node, fewer=shrinks)
+    if arguments.shapes and not shrinks:
+        raise ConfigError(
+            "--shapes has no effect: the job may not continue with fewer nodes; add --on-no-spare "
+            "shrink or auto"
+        )
     return JobSpec(
         name=arguments.job,
         command=tuple(command),
@@ -347,6 +359,7 @@ def spec_from(
         restore_from=arguments.restore_from,
         log_dir=arguments.log_dir or state_folder(arguments.job, arguments.state_dir) / "logs",
         domains=read_domains(source, place.launcher.nodes()) if source else {},
+        shapes=read_shapes(arguments.shapes, place.nodes, arguments.ranks_per_node, command),
         place_seconds=place.seconds_left,
         health_command=arguments.health_command or "",
         health_seconds=arguments.health_seconds,

@@ -17,7 +17,7 @@ from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.placement import choose_active
-from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.spec import JobSpec, Shapes
 
 
 def shrink(
@@ -61,7 +61,7 @@ def nodes_left(
         return [], ["its ranks have not said yet with how many they could"]
     there = members.usable(admitted)
     left = [*(n for n in active if n in there), *(n for n in there if n not in active)]
-    return fewer_nodes(left, len(active), spec.ranks_per_node, rule, spec.domains, spec.scheme)
+    return _fewer_of(spec, left, len(active), rule)
 
 
 def nodes_without(
@@ -75,7 +75,7 @@ def nodes_without(
     if spec.settings.on_no_spare not in MAY_SHRINK or rule is None:
         return [], []
     left = [node for node in active if node not in leaving]
-    return fewer_nodes(left, len(active), spec.ranks_per_node, rule, spec.domains, spec.scheme)
+    return _fewer_of(spec, left, len(active), rule)
 
 
 def more_nodes(
@@ -89,10 +89,15 @@ def more_nodes(
     if spec.settings.grow == "off" or len(active) >= spec.nodes or rule is None:
         return []
     more = [n for n in there if n not in active and n not in members.leaving]
-    chosen, _ = fewer_nodes(
-        [*active, *more], spec.nodes + 1, spec.ranks_per_node, rule, spec.domains, spec.scheme
-    )
+    chosen, _ = _fewer_of(spec, [*active, *more], spec.nodes + 1, rule)
     return chosen if len(chosen) > len(active) and set(active) <= set(chosen) else []
+
+
+def _fewer_of(
+    spec: JobSpec, left: Sequence[str], before: int, rule: RankRule
+) -> tuple[list[str], list[str]]:
+    per_node, domains = spec.ranks_per_node, spec.domains
+    return fewer_nodes(left, before, per_node, rule, domains, spec.scheme, spec.shapes)
 
 
 def fewer_nodes(
@@ -102,17 +107,22 @@ def fewer_nodes(
     rule: RankRule,
     domains: Domains,
     scheme: Scheme,
+    shapes: Shapes,
 ) -> tuple[list[str], list[str]]:
     """As many of the nodes that are ``left`` as the job can continue with, fewer than ``before``.
 
     Nodes that come first are preferred.  Each has ``ranks_per_node`` ranks; if ``scheme`` has
-    parity, some stripes over them keep the rule of failure domains.  Empty if no number will do;
-    the reasons say why each larger one does not.  Pure.
+    parity, some stripes over them keep the rule of failure domains.  ``rule`` says nothing of
+    numbers of nodes that ``shapes`` name.  Empty if no number will do; the reasons say why each
+    larger one does not.  Pure.
     """
     reasons: list[str] = []
     for count in range(min(len(left), before - 1), 0, -1):
         chosen = choose_active(left, count, domains, scheme)
-        reason = rule.against(count * ranks_per_node) or _unprotected(chosen, domains, scheme)
+        against = "--shapes forbids it" if shapes.get(count, ()) is None else ""
+        if count not in shapes:
+            against = rule.against(count * ranks_per_node)
+        reason = against or _unprotected(chosen, domains, scheme)
         if not reason:
             return chosen, reasons
         reasons.append(f"{count} nodes: {reason}")

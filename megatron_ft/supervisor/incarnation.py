@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shlex
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -94,7 +95,7 @@ class Incarnation:
         kept = trainers.in_place(plan.active, plan.kept)
         await trainers.kill_all(but=kept)
         await self.coordinator.ask_all(trainers.start(plan.active, plan.incarnation, extra, kept))
-        text = f"{self.members.ranks - len(kept)} trainers started"
+        text = f"{self.members.ranks - len(kept)} trainers started{self._shape()}"
         text += f", {len(kept)} restart in process" if kept else ""
         self._emit("trainers_started", text, in_process=sorted(kept))
 
@@ -111,6 +112,8 @@ class Incarnation:
             other = plan.reshaped and plan.places.keys() != places.keys()
             shrinks = spec.settings.on_no_spare == SHRINK
             rule = registration.rank_rule(needed=shrinks or other)
+            if spec.arguments_for(len(plan.active)):
+                rule = self.state.record.rank_rule  # that of the command without them
             stripes = registration.stripes(stored, self.members.scheme, spec.block_bytes)
             requests = create_requests(stripes, plan.incarnation, plan.lineage, spec.settings.slots)
             if plan.reshaped:
@@ -137,6 +140,12 @@ class Incarnation:
         self.coordinator.start_snapshots(SnapshotCycle(plan.incarnation, places, orders, schedule))
         self.drains.begin(places, registration.placements(), plan.lineage, first)
         await self._share_imports(nodes[0])
+
+    def _shape(self) -> str:
+        """The arguments of --shapes with which ranks train, as the end of a sentence."""
+        nodes = len(self.plan.active)
+        words = shlex.join(self.spec.arguments_for(nodes))
+        return f" with {words}, which --shapes gives for {nodes} nodes" if words else ""
 
     def _encodes(self) -> bool:
         """True if snapshots of this incarnation get parity."""
@@ -241,6 +250,8 @@ class Incarnation:
         # The OOM killer of the kernel sends the same signal.
         memory = " (if by the OOM killer, see dmesg there)" if status == -signal.SIGKILL else ""
         text = f"{self.trainers.name_of(rank)} {how}"
+        if status > 0 and not self.registration.complete.is_set():
+            text += self._shape()
         where = f"{self.trainers.name_of(rank)} on {node} {how}{memory}"
         self._emit("trainer_died", where, rank=rank, node=node, status=status)
         if status > 0:

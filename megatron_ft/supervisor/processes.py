@@ -287,7 +287,7 @@ class TrainerFleet:
 
         Returns the requests by which the kept ones train again, by node.
         """
-        spec, port = self._spec, free_port()
+        spec, port, more = self._spec, free_port(), self._spec.arguments_for(len(active))
         given = {**base_environment(), **spec.trainer_environment, **extra}
         base = before_script({**given, INCARNATION: str(incarnation)})
         master = self._launcher.address(active[0])
@@ -321,11 +321,11 @@ class TrainerFleet:
                     again.setdefault(node, {})[rank] = changed
                     self._handles.append(before[rank])
                     continue
-                command, mark = container.pass_environment(spec.command, environment)
+                command, mark = container.pass_environment((*spec.command, *more), environment)
                 if mark:
                     environment[TREE] = mark
                 if not self.why_cold:
-                    command = self._hosts.warm(node)
+                    command = self._hosts.warm(node, more)
                 handle = self._launcher.start(node, command, environment, log)
                 self._handles.append(handle)
                 if incarnation > 1:

@@ -16,6 +16,9 @@ from megatron_ft.erasure.stripes import Domains
 from megatron_ft.supervisor.failures import RestartBudget
 from megatron_ft.supervisor.orders import Timing
 
+Shapes = Mapping[int, tuple[str, ...] | None]
+"""Further arguments of a training command by number of nodes, None where it must not train."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
@@ -28,6 +31,7 @@ class JobSpec:
     ``restore_from`` is a drained checkpoint, perhaps another job's, to start from then.
     ``environment`` is for trainers, beside the variables of the settings.
     ``domains`` is the failure domain of each node; a node that is not named is one of its own.
+    ``shapes`` are for when it continues with fewer nodes.
     ``health_command`` votes on nodes before each start, "" for none, within ``health_seconds``.
     ``budget`` is how often training may be
     started again without progress, and how long is waited before.  ``place_seconds`` is when the
@@ -51,6 +55,7 @@ class JobSpec:
     log_dir: Path = Path("megatron-ft-logs")
     environment: Mapping[str, str] = field(default_factory=dict)
     domains: Domains = field(default_factory=dict)
+    shapes: Shapes = field(default_factory=dict)
     budget: RestartBudget = field(default_factory=RestartBudget)
     place_seconds: float = 0.0
     health_command: str = ""
@@ -85,6 +90,10 @@ class JobSpec:
         """The waits of the control plane."""
         lease = self.settings.lease_seconds
         return self.own_timing or Timing(lease=lease, node_timeout=1.5 * lease)
+
+    def arguments_for(self, nodes: int) -> tuple[str, ...]:
+        """Further arguments of the training command on so many nodes; none on all of them."""
+        return self.shapes.get(nodes) or ()
 
     @property
     def checkpoint_dir(self) -> Path | None:

@@ -63,10 +63,10 @@ class TrainerHosts:
             except ControlPlaneError:
                 self._handles.pop(node, None)
 
-    def warm(self, node: str) -> list[str]:
-        """The training command by way of the node's host."""
+    def warm(self, node: str, arguments: Sequence[str] = ()) -> list[str]:
+        """The training command, with further arguments, by way of the node's host."""
         client = [self._command[0], "-I", "-S", warm_client.__file__, self._socket(node)]
-        return [*client, *self._command]
+        return [*client, *self._command, *arguments]
 
     def end(self) -> None:
         """Kill all hosts; trainers that they forked are not touched."""

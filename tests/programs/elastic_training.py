@@ -95,11 +95,12 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=ELEMENTS)
     parser.add_argument("--seconds", type=float, default=0.02)
     parser.add_argument("--declines", type=int, default=0, help="with so many ranks")
+    parser.add_argument("--multiple", type=int, default=1, help="of which ranks are a multiple")
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     state = OwnedRange(rank, ranks, options.elements)
-    snapshots = SnapshotManager(rank_rule=RankRule(1, 1, BATCH))
+    snapshots = SnapshotManager(rank_rule=RankRule(options.multiple, 1, BATCH))
     if options.declines == ranks:
         snapshots.decline("the test wants it")
     snapshots.load(into=state)

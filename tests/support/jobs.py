@@ -27,7 +27,7 @@ from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.failures import RestartBudget
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.orders import Timing
-from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.spec import JobSpec, Shapes
 from megatron_ft.supervisor.supervisor import Stop, Supervisor
 from tests.programs import placed_trainer
 from tests.programs.gated_training import GATE
@@ -142,6 +142,7 @@ class Job:
     p99_budget_percent: float = 0.0
     transport: str = "auto"
     domains: Mapping[str, str] = field(default_factory=dict)
+    shapes: Shapes = field(default_factory=dict)
     hang_seconds: float = 600.0
     quarantine_iterations: int = SnapshotConfig().quarantine_iterations
     compare_replicas: int = 1
@@ -214,6 +215,7 @@ class Job:
             budget=self.budget,
             restore_from=self.restore_from,
             domains=self.domains,
+            shapes=self.shapes,
             health_command=self.health_command,
             health_seconds=self.health_seconds,
         )

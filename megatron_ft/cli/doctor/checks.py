@@ -5,6 +5,7 @@ Pure.  This module holds the checks of what the nodes are to each other, and the
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 
 from megatron_ft.arena.limits import format_bytes
@@ -73,7 +74,9 @@ def fewer(facts: Facts) -> list[Finding]:
     if wishes.shrink_refusals:
         return [refuse(why, "change the training command") for why in wishes.shrink_refusals]
     if wishes.rank_rule is None:
-        return [ok("the job continues with fewer nodes: with how many, its ranks say at the start")]
+        text = "the job continues with fewer nodes: with how many, its ranks say at the start"
+        named = [f"{n} nodes{_shape(wishes, n)}" for n in wishes.shapes]
+        return [ok("; --shapes: ".join([text, ", ".join(named)] if named else [text]))]
     found, skipped = continuations(wishes, wishes.rank_rule)
     reasons = [f"not with {reason}" for reason in skipped]
     if len(reasons) > _SHOWN_REASONS:
@@ -81,8 +84,14 @@ def fewer(facts: Facts) -> list[Finding]:
     if not found:
         text = "; ".join(["--on-no-spare shrink: no fewer nodes will do", *reasons])
         return [warn(text, "the job stops when a node is lost: start with --spares 1 or more")]
-    numbers = ", ".join(f"{nodes} nodes ({scheme})" for nodes, scheme in found)
+    numbers = ", ".join(f"{n} nodes ({scheme}){_shape(wishes, n)}" for n, scheme in found)
     return [ok("; ".join([f"when no spare is left, the job continues with {numbers}", *reasons]))]
+
+
+def _shape(wishes: Wishes, nodes: int) -> str:
+    """The arguments that --shapes gives for so many nodes, in words."""
+    words = wishes.shapes.get(nodes, ())
+    return " forbidden" if words is None else f" with {shlex.join(words)}" if words else ""
 
 
 def continuations(wishes: Wishes, rule: RankRule) -> tuple[list[tuple[int, Scheme]], list[str]]:
@@ -94,7 +103,7 @@ def continuations(wishes: Wishes, rule: RankRule) -> tuple[list[tuple[int, Schem
     found, skipped = dict[tuple[int, Scheme], None](), dict[int, str]()
     for left in range(len(nodes) - 1, 0, -1):
         chosen, reasons = fewer_nodes(
-            nodes[:left], len(nodes), wishes.ranks_per_node, rule, domains, wanted
+            nodes[:left], len(nodes), wishes.ranks_per_node, rule, domains, wanted, wishes.shapes
         )
         for count, reason in zip(range(left, 0, -1), reasons, strict=False):
             skipped.setdefault(count, reason)

@@ -26,6 +26,7 @@ from megatron_ft.cli.doctor.facts import Facts, ProbeRequest, Wishes
 from megatron_ft.cli.doctor.report import Severity, as_json, render, worst
 from megatron_ft.cli.run_folders import make_folder
 from megatron_ft.cli.run_place import RunPlace
+from megatron_ft.cli.shapes import read_shapes
 from megatron_ft.cli.training_command import command_of, settle, settle_ranks
 from megatron_ft.config import SnapshotConfig, json_section
 from megatron_ft.config.flags import read_command
@@ -143,6 +144,7 @@ def wishes_of(
     domains = read_domains(source, nodes) if source else {}
     active = choose_active(nodes, place.nodes, domains, scheme)
     ranks = place.nodes * arguments.ranks_per_node
+    shapes = read_shapes(arguments.shapes, place.nodes, arguments.ranks_per_node, command)
     section, record = json_section.read_command(command), None
     with suppress(ControlPlaneError):  # ``run`` refuses notes that cannot be read
         record = read_record(state_folder(arguments.job, arguments.state_dir), arguments.job)
@@ -167,6 +169,7 @@ def wishes_of(
         shrinks=shrinks,
         rank_rule=None if megatron is None or refusals else fewer_ranks.rule_of(megatron),
         shrink_refusals=tuple(refusals),
+        shapes=dict(shapes),
         deepspeed=section is not None and section.enabled,
         health_command=arguments.health_command or "",
         health_seconds=arguments.health_seconds,

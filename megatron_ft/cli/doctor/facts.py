@@ -119,7 +119,7 @@ class Wishes(msgspec.Struct, frozen=True):
     ``domains_from`` is the source of failure domains, empty for nodes.
     ``job`` is the one of which there are notes already.  ``shrinks`` says that it may continue
     with fewer nodes, ``rank_rule`` with how many ranks, None if only the ranks will say;
-    ``shrink_refusals`` are why its ranks will refuse to.
+    ``shrink_refusals`` are why its ranks will refuse to, ``shapes`` those of ``run``.
     """
 
     scheme: Scheme
@@ -141,6 +141,7 @@ class Wishes(msgspec.Struct, frozen=True):
     shrinks: bool = False
     rank_rule: RankRule | None = None
     shrink_refusals: tuple[str, ...] = ()
+    shapes: dict[int, tuple[str, ...] | None] = {}
     health_command: str = ""
     health_seconds: float = 0.0
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from megatron_ft.cli.main import main
-from megatron_ft.core.errors import LayoutMismatchError
+from megatron_ft.core.errors import LayoutMismatchError, RestartBudgetError
+from megatron_ft.core.identity import RankRule
 from megatron_ft.supervisor.membership import NoSpareError
 from tests.programs import elastic_training as program
 from tests.support.jobs import Fault, Job
@@ -239,18 +240,47 @@ def test_what_was_drained_serves_if_memory_cannot(made: list[Job], tmp_path: Pat
 
 
 def test_a_job_grows_when_its_node_is_back(made: list[Job], tmp_path: Path) -> None:
-    """No iteration is lost: the boundary was captured."""
-    iterations = 1200
-    job = elastic_job(tmp_path, command_flags={"iterations": iterations})
+    """No iteration is lost: the boundary was captured.  Three nodes have further arguments."""
+    iterations, fewer = 1200, tmp_path / "fewer"
+    fewer.mkdir()
+    job = elastic_job(tmp_path, command_flags={"iterations": iterations, "multiple": 4})
+    job.shapes = {3: ("--folder", str(fewer), "--multiple", "1")}
     made.append(job)
-    job.at_event = {"grown": finish}
+    rules = []
+
+    def note_rule_and_finish(job: Job) -> None:
+        rules.append(job.supervisor.state.record.rank_rule)
+        finish(job)
+
+    job.at_event = {"grown": note_rule_and_finish}
     job.run((10, lose("n1")), (40, revive("n1")))
     (line,) = told(job, "grown")
     assert "continuing with 4 instead of 3, 4 ranks" in line, job.story()
     assert "3 shards reshaped to 4" in told(job, "reshaped")[1], job.story()
     last = [e for e in job.events if e.kind == "restoring"][-1]
     assert last.fields["iterations_lost"] == 0, job.story()
+    starts = ["which --shapes gives for 3 nodes" in t for t in told(job, "trainers_started")]
+    assert starts == [False, True, False], job.story()
+    assert rules == [RankRule(4, 1, program.BATCH)], "growth is by the rule of the command itself"
+    samples = (fewer / "samples-0").read_text(), (tmp_path / "samples-0").read_text()
+    done = [json.loads(line)[0] for lines in samples for line in lines.splitlines()]
+    assert samples[0] and sorted(set(done)) == list(range(1, iterations + 1))
     check(tmp_path, 4, iterations)
+
+
+@MORE
+def test_arguments_that_ranks_refuse_are_named_and_memory_is_kept(
+    made: list[Job], tmp_path: Path
+) -> None:
+    job = elastic_job(tmp_path, command_flags={"multiple": 4})
+    job.shapes = {3: ("--elements", "many")}
+    made.append(job)
+    with pytest.raises(RestartBudgetError, match=r"with --elements many, which --shapes gives"):
+        job.run((10, lose("n1")))
+    job.shapes = {3: ("--multiple", "1")}
+    job.run((30, finish))
+    assert told(job, "reshaped") and not told(job, "from_scratch"), job.story()
+    check(tmp_path, 3)
 
 
 def evacuate(job: Job, node: str) -> int:

@@ -95,6 +95,16 @@ def test_numbers_schemes_and_reasons_are_said() -> None:
     assert said.text.count("not with") == 4 and "nor with 32 other numbers" in said.text
 
 
+def test_shapes_are_said() -> None:
+    shapes = {3: ("--pipeline-model-parallel-size", "3"), 2: None, 1: ("--flag", "a b")}
+    (said,) = shrinking("--pipeline-model-parallel-size=4", shapes=shapes)
+    assert "continues with 3 nodes (rs:2+1) with --pipeline-model-parallel-size 3" in said.text
+    assert "not with 2 nodes: --shapes forbids it" in said.text
+    (said,) = shrinking("--yaml-cfg", "x", shapes=shapes)
+    assert "3 nodes with --pipeline-model-parallel-size 3, 2 nodes forbidden" in said.text
+    assert said.text.endswith("1 nodes with --flag 'a b'")
+
+
 def test_what_the_doctor_cannot_know_the_ranks_say() -> None:
     for flags in (["--yaml-cfg", "x"], ["--num-experts", "many"], ["--use-checkpoint-args"]):
         (said,) = shrinking(*flags)

@@ -34,7 +34,7 @@ from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.job_state import JobRecord, JobState
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.registration import Registration
-from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.spec import JobSpec, Shapes
 from tests.support.disk_samples import JOB, SHARDS, Memory
 
 SEATS = {name: ShardPlacement(rank, (), 1) for rank, name in enumerate(SHARDS)}
@@ -48,9 +48,15 @@ RULES = st.builds(
 )
 
 
-def possible(nodes: Any, per_node: int, rule: RankRule, domains: Any, scheme: Scheme) -> bool:
+SHAPES = st.dictionaries(st.integers(1, 6), st.sampled_from([None, (), ("--flag",)]), max_size=3)
+
+
+def possible(
+    nodes: Any, per_node: int, rule: RankRule, domains: Any, scheme: Scheme, shapes: Shapes
+) -> bool:
     ranks = len(nodes) * per_node
-    if ranks % rule.multiple or rule.micro_batches % (ranks // rule.replica):
+    fits = not ranks % rule.multiple and not rule.micro_batches % (ranks // rule.replica)
+    if not (shapes[len(nodes)] is not None if len(nodes) in shapes else fits):
         return False
     largest = max(map(len, members_of(nodes, domains).values()))
     return not scheme.parity_members or bool(possible_scheme(len(nodes), largest, scheme))
@@ -63,17 +69,24 @@ def possible(nodes: Any, per_node: int, rule: RankRule, domains: Any, scheme: Sc
     rule=RULES,
     racks=st.lists(st.sampled_from("abc"), min_size=6, max_size=6),
     scheme=st.sampled_from(SCHEMES),
+    shapes=SHAPES,
 )
 def test_the_most_nodes_that_will_do_are_found(
-    left: int, before: int, per_node: int, rule: RankRule, racks: list[str], scheme: Scheme
+    left: int,
+    before: int,
+    per_node: int,
+    rule: RankRule,
+    racks: list[str],
+    scheme: Scheme,
+    shapes: Shapes,
 ) -> None:
     nodes, domains = NODES[:left], dict(zip(NODES, racks, strict=True))
-    chosen, reasons = fewer_nodes(nodes, before, per_node, rule, domains, scheme)
+    chosen, reasons = fewer_nodes(nodes, before, per_node, rule, domains, scheme, shapes)
     counts = range(len(chosen) + 1, min(left, before - 1) + 1)
-    assert not chosen or possible(chosen, per_node, rule, domains, scheme)
+    assert not chosen or possible(chosen, per_node, rule, domains, scheme, shapes)
     assert len(set(chosen)) == len(chosen) < before and set(chosen) <= set(nodes)
     assert not any(
-        possible(some, per_node, rule, domains, scheme)
+        possible(some, per_node, rule, domains, scheme, shapes)
         for count in counts
         for some in itertools.combinations(nodes, count)
     )
