@@ -31,8 +31,11 @@ COLLECTIVES = (
     *("gather_object", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter"),
     "monitored_barrier",
 )
-BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
-"""Ranks of a group call these in different numbers, so they have no sequence."""
+BETWEEN_TWO = ("send", "recv", "batch_isend_irecv")
+"""Ranks of a group call these in different numbers, so they have no sequence.
+
+isend and irecv are not wrapped: P2POp compares them with torch's own functions.
+"""
 
 Function = Callable[..., Any]
 _GROUP: Any = getattr(dist, "ProcessGroup", None)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import all_reduce  # before anything is wrapped, as Megatron does
+from torch.distributed import all_reduce, irecv  # before anything is wrapped, as Megatron does
 
 from megatron_ft.rpc.heartbeat_page import CALLS, Call, PulseFile, read_calls
 from megatron_ft.trainer.calls import RECORDER
@@ -51,6 +51,15 @@ def test_calls_are_recorded_by_group(page: Path) -> None:
     ]
     assert all(before <= call.entered <= call.left for call in found)
     assert {call.iteration for call in found} == {7}
+
+
+def test_a_batch_between_two_is_made_and_recorded(page: Path) -> None:
+    """Megatron's pipeline makes such; torch takes nothing but its own two functions."""
+    for one in (dist.isend, dist.irecv, irecv):
+        dist.P2POp(one, torch.ones(1), 0)
+    with pytest.raises((IndexError, ValueError)):
+        dist.batch_isend_irecv([])
+    assert [call.name for call in read_calls(page, 1)] == ["batch_isend_irecv"]
 
 
 def test_a_call_that_fails_has_been_left_and_one_that_cannot_be_recorded_is_made(
