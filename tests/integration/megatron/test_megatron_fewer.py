@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from tests.support.megatron_jobs import (
     LONG_JOB,
     check_fewer_ranks,
     compare_fewer_ranks,
+    steps_after,
     train_alone,
 )
 from tests.support.megatron_layouts import EP2, PP2, TP2
@@ -98,6 +100,7 @@ def test_two_of_four_nodes_go_on_as_megatron_alone_would(
     check_fewer_ranks(program(), megatron_corpus, tmp_path, last, *NO_DROPOUT, *flags)
 
 
+ONE_STAGE = ("--pipeline-model-parallel-size", "1")
 VOCABULARY = ("--vocab-size", "383")
 """With the token that ends a document 384, padded to the same with one and two tensor ranks."""
 
@@ -122,6 +125,42 @@ def test_the_same_job_is_started_again_in_another_layout(
     loading = ("--load", str(own), "--ckpt-step", str(last))
     train_alone(program(), megatron_corpus, alone, *flags, *loading, ranks=4)
     compare_fewer_ranks(program(), tmp_path / "trace", alone, last, ranks=4)
+
+
+def test_two_nodes_continue_with_other_flags_and_four_with_the_old_ones(
+    made: list[Job], tmp_path: Path, megatron_corpus: Path
+) -> None:
+    """TP2xPP2, then TP2, then TP2xPP2: as Megatron alone that loads its own checkpoints."""
+    # Encoders must be up before it ends.
+    long = ("--train-iters", "120")
+    job = shrinking_job(tmp_path, megatron_corpus, (*TP2, *PP2, *long))
+    job.shapes = {2: ONE_STAGE}
+    made.append(job)
+    # Before trainers start: growth waits for their first boundary, not training for growth.
+    job.at_event = {"rebuilt": lambda job: job.cluster.revive("n3")}
+    job.run((6, lose("n3")))
+    first, second = (e.fields["iteration"] for e in job.events if e.kind == "reshaped")
+    starts = ["with --pipeline-model-parallel-size 1" in t for t in told(job, "trainers_started")]
+    assert starts == [False, True, False], job.story()
+    assert "2 nodes instead of 4, 2 ranks: n0, n1" in told(job, "shrunk")[0], job.story()
+    assert "continuing with 4 instead of 2" in told(job, "grown")[0], job.story()
+    flags, own = (*NO_DROPOUT, *RESHARDABLE, *TP2, *long), tmp_path / "own"
+    saving = ("--save", str(own), "--save-interval")
+    for ranks, begin, end, layout in (
+        (4, 0, first, PP2),
+        (2, first, second, ONE_STAGE),
+        (4, second, 0, PP2),
+    ):
+        more = [*layout, *((*saving, str(end), "--exit-interval", str(end)) if end else ())]
+        more += ["--load", str(own), "--ckpt-step", str(begin)] if begin else []
+        train_alone(
+            program(), megatron_corpus, tmp_path / f"alone{begin}", *flags, *more, ranks=ranks
+        )
+        wanted = steps_after(tmp_path / f"alone{begin}", ranks - 1, begin)
+        found = steps_after(tmp_path / "trace", ranks - 1, begin)
+        assert wanted and {at: found[at] for at in wanted} == wanted
+    longer = replace(program(), iterations=120)
+    compare_fewer_ranks(longer, tmp_path / "trace", tmp_path / f"alone{second}", second, 4)
 
 
 def test_what_cannot_go_on_stops_with_its_memory_drained(
