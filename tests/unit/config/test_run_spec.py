@@ -54,7 +54,9 @@ GIVEN = {
 def spec(tmp_path: Path) -> JobSpec:
     parser = argparse.ArgumentParser()
     run.add_arguments(parser)
-    words = [word for pair in GIVEN.items() for word in pair]
+    shapes = tmp_path / "shapes.json"
+    shapes.write_text('{"2": ["--flag", "1"], "1": null}')
+    words = [word for pair in GIVEN.items() for word in pair] + ["--shapes", str(shapes)]
     arguments = parser.parse_args(["--job", "job", *words, "--", "python", "train.py"])
     command = command_of(arguments)
     settings = settle(vars(arguments), command, {})
@@ -73,6 +75,7 @@ def test_a_setting_has_the_value_of_its_flag(spec: JobSpec, name: str) -> None:
 
 def test_what_follows_from_settings(spec: JobSpec) -> None:
     assert spec.command == ("python", "train.py")
+    assert [spec.arguments_for(n) for n in (1, 2, 3, spec.nodes)] == [(), ("--flag", "1"), (), ()]
     assert str(spec.scheme) == "rs:2+1"
     assert (spec.timing.lease, spec.timing.node_timeout) == (17.0, 25.5)
     assert spec.checkpoint_dir == Path("/data/exports")

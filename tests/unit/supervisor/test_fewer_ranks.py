@@ -93,6 +93,18 @@ def test_the_most_nodes_that_will_do_are_found(
     assert [reason.split(" ")[0] for reason in reasons] == [str(n) for n in reversed(counts)]
 
 
+def test_shapes_go_before_the_rule() -> None:
+    """Four ranks hold one copy of the model: without other arguments three nodes will not do."""
+    rule, given = RankRule(4, 4, 8), ({}, NO_PARITY)
+    for shapes, count, said in (
+        ({}, 0, "3 ranks are no multiple of 4"),
+        ({3: ("--flag",)}, 3, ""),
+        ({3: None, 2: ()}, 2, "3 nodes: --shapes forbids it"),
+    ):
+        chosen, reasons = fewer_nodes(NODES[:3], 4, 1, rule, *given, shapes)
+        assert len(chosen) == count and said in " ".join(reasons), (shapes, reasons)
+
+
 def megatron(**changes: Any) -> SimpleNamespace:
     """Megatron's arguments of 16 ranks: tp 2, pp 2, dp 4."""
     known: dict[str, Any] = {
