@@ -60,7 +60,8 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shard, ``incarnation`` the job's last incarnation, ``lineage`` what that one descends from,
     ``committed`` whether it ever committed a snapshot, ``quarantine`` which ones must not be
     used, ``rank_rule`` with how many ranks the command could continue, ``disk`` where checkpoints
-    are, ``evacuated`` the nodes that must not train.  ``sources`` gives the node of each shard of
+    are, ``evacuated`` the nodes that must not train, ``avoided`` those of them that may before the
+    job stops for lack of a spare.  ``sources`` gives the node of each shard of
     an older layout that the present one was, or is to be, reshaped from, ``source_seats`` their
     seats in that layout, ``nodes`` the number of nodes that was asked for.  The secret never
     appears in text made from this object.
@@ -82,6 +83,7 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank_rule: RankRule | None = None
     disk: DiskPlaces = DiskPlaces()
     evacuated: tuple[str, ...] = ()
+    avoided: tuple[str, ...] = ()
     sources: dict[str, str] = {}
     source_seats: dict[str, ShardPlacement] = {}
     nodes: int = 0

@@ -91,7 +91,7 @@ class Membership:
         self.leaving: set[str] = set(state.record.evacuated)
         """Nodes that shall not train: their ranks move to spares with the next incarnation."""
         self._on_the_move: set[str] = set()
-        self._last_resort: set[str] = set()
+        self._last_resort = set(state.record.avoided)
 
     def places(self, active: Sequence[str] = ()) -> dict[str, str]:
         """Shard to node, as far as shards are known from earlier incarnations.
@@ -234,11 +234,14 @@ class Membership:
         node takes its position back if the spare is lost.
         """
         self._on_the_move = set() if undo else {node}
+        self._last_resort.discard(node)
         self._shall_leave(self.leaving - {node} if undo else self.leaving | {node})
 
     def exclude(self, node: str, *, last_resort: bool) -> None:
         """As ``evacuate``, from memory as it is; with ``last_resort`` before no spare is left."""
-        self._last_resort |= {node} if last_resort else set()
+        self._last_resort.discard(node)
+        if last_resort:
+            self._last_resort.add(node)
         self._shall_leave(self.leaving | {node})
 
     def moved(self) -> None:
@@ -246,9 +249,11 @@ class Membership:
         self._on_the_move = set()
 
     def _shall_leave(self, nodes: set[str]) -> None:
-        if nodes != self.leaving:
-            self._state.update(evacuated=tuple(sorted(nodes)))
-            self.leaving = nodes
+        evacuated, avoided = tuple(sorted(nodes)), tuple(sorted(self._last_resort & nodes))
+        record = self._state.record
+        if (evacuated, avoided) != (record.evacuated, record.avoided):
+            self._state.update(evacuated=evacuated, avoided=avoided)
+        self.leaving = nodes
 
     @property
     def ranks(self) -> int:

@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,10 @@ import pytest
 from megatron_ft.cli.main import main
 from megatron_ft.core.environment import NODE
 from megatron_ft.core.errors import ConfigError
+from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.health import Vote
 from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.membership import Membership, NoSpareError
 from megatron_ft.supervisor.supervisor import Supervisor
 from tests.support.disk_jobs import of_kind
 from tests.support.jobs import Fault, Job, Uninterrupted, difference
@@ -106,6 +110,34 @@ def test_a_node_that_fails_twice_in_a_row_is_avoided_until_no_other_is_left(
     (event,) = of_kind(job, "avoided")
     assert event.text.startswith("n1 caused two failures in a row: rank 1"), event.text
     assert job.supervisor.members.active == ["n0", "n1"], job.story()
+
+
+@pytest.mark.parametrize("last_resort", [True, False])
+def test_the_next_supervisor_knows_which_nodes_are_a_last_resort(
+    made: list[Job], tmp_path: Path, last_resort: bool
+) -> None:
+    job = Job(tmp_path, nodes=2, spares=1)
+    made.append(job)
+    admitted = {node: m.Inventory(node, 1, ()) for node in ("n0", "n1", "n2")}
+    with members_of(job) as members:
+        members.evacuate("n1")
+        members.exclude("n1", last_resort=last_resort)
+        members.active = ["n0", "n2"]
+        members.replace_lost(admitted)
+    with members_of(job) as members:
+        members.active = ["n0", "n2"]
+        del admitted["n2"]
+        lost = nullcontext() if last_resort else pytest.raises(NoSpareError, match="give n1 back")
+        with lost:
+            members.replace_lost(admitted)
+        assert members.active == ["n0", "n1" if last_resort else "n2"]
+
+
+@contextmanager
+def members_of(job: Job) -> Iterator[Membership]:
+    """The membership of a supervisor of its own, of a job that does not begin."""
+    with JobState(job.folder / "state" / job.name, job.name) as state:
+        yield Supervisor(job.spec(), job.cluster, state).members
 
 
 def test_a_command_that_runs_nowhere_is_refused_before_training(
