@@ -1,4 +1,4 @@
-"""What the processes of whole jobs import: the example's trainers, and all of a chaos job."""
+"""What the processes of whole jobs import: the example's trainers, and all others."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import megatron_ft.checkpoint.drain
 import megatron_ft.checkpoint.export_drained
 import megatron_ft.checkpoint.load
 import megatron_ft.cli.chaos.trace
+import megatron_ft.erasure.rebuild
+import megatron_ft.erasure.worker
+import megatron_ft.smp.__main__
 import megatron_ft.supervisor.supervisor
 import megatron_ft.trainer.cpu
 import megatron_ft.trainer.manager

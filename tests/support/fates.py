@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.support.disk_jobs import wait_for
 from tests.support.jobs import Fault, Job
+from tests.support.warm_host import is_client
 
 
 class Deaths:
@@ -41,8 +42,9 @@ class Deaths:
 
 
 def of_node(job: Job, node: str, module: str) -> list[int]:
-    """Processes of a node that run this module or script."""
-    return [pid for pid in job.cluster.processes_of(node) if module in _command(pid)]
+    """Processes of a node that run this module or script; not those that stand for them."""
+    pids = job.cluster.processes_of(node)
+    return [pid for pid in pids if module in _command(pid) and not is_client(pid)]
 
 
 def _command(pid: int) -> str:

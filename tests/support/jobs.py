@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron_ft.arena.format import BLOCK_BYTES
+from megatron_ft.cli.chaos.job import python_words
 from megatron_ft.config import SETTINGS, SnapshotConfig
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.core.identity import CHEAPEST
 from megatron_ft.core.process_tools import free_port
 from megatron_ft.launchers import trainer_host, warm_client
+from megatron_ft.launchers.launcher import Placement
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.returning import ReturningHosts
+from megatron_ft.launchers.world import WorldProcess
 from megatron_ft.supervisor.event_log import EVENTS, EventLog
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.failures import RestartBudget
@@ -44,6 +47,8 @@ POISONED = ROOT / "tests" / "programs" / "poisoned_training.py"
 HANGING = ROOT / "tests" / "programs" / "hanging_training.py"
 GATED = ROOT / "tests" / "programs" / "gated_training.py"
 DECLINING = ROOT / "tests" / "programs" / "declining_training.py"
+OURS = ("megatron_ft.smp", "megatron_ft.erasure.", "megatron_ft.checkpoint.")
+"""Modules of the processes that a job has beside its trainers."""
 IDLE = ("sleep", "infinity")
 """The host of a node that forks its trainers from the tests' own."""
 WAIT_SECONDS = 200.0
@@ -64,7 +69,7 @@ def _failed(task: asyncio.Task[None]) -> bool:
 
 
 class WarmCluster(NetworkedCluster):
-    """A virtual cluster whose nodes share the trainer host of the tests, if there is one.
+    """A virtual cluster whose processes are forked from the trainer host of the tests, if any.
 
     Trainers begin once the file ``gate`` exists.  With ``own_hosts`` all is as for a user.
     """
@@ -94,7 +99,7 @@ class WarmCluster(NetworkedCluster):
         log_path: Path,
         stdin: bytes | None = None,
     ) -> LocalProcess:
-        """Start a process as ever; a trainer is forked from the tests' host."""
+        """Start a process as ever; a trainer, or one of ours, is forked from the tests' host."""
         if not self._own_hosts:
             if list(argv[:3]) == [sys.executable, "-m", TORCHRUN]:
                 argv = self._forked(node, argv[1:])
@@ -102,7 +107,23 @@ class WarmCluster(NetworkedCluster):
                 argv = self._forked(node, argv[argv.index(sys.executable, 1) + 1 :])
             elif trainer_host.__file__ in argv:
                 argv = IDLE
+            else:
+                argv = self._ours(argv)
         return super().start(node, argv, env, log_path, stdin)
+
+    def start_world(self, placements: Sequence[Placement], log_path: Path) -> WorldProcess:
+        """Start a world as ever; its encoders are forked."""
+        if not self._own_hosts:
+            placements = [p._replace(argv=self._ours(p.argv)) for p in placements]
+        return super().start_world(placements, log_path)
+
+    def _ours(self, argv: Sequence[str]) -> Sequence[str]:
+        """The command of one of our own processes forked; one of a network of its own starts."""
+        words = python_words(argv)
+        if self.network is not None or words[:1] != ["-m"] or not words[1].startswith(OURS):
+            return argv
+        assert self.warm is not None
+        return [*argv[: argv.index(sys.executable)], *warm(self.warm.path, words)]
 
     def _forked(self, node: str, argv: Sequence[str]) -> list[str]:
         assert self.warm is not None
