@@ -2,7 +2,8 @@
 
 ``python tests/programs/warm_trainer.py HOST SCRIPT ...`` under ``--trainer-per-node``, as a
 torchrun of one rank: the mark by which all that torchrun started is found ends both together.  It
-begins once the node's encoder is there, as imports give that the time elsewhere.
+begins once the node's encoder is there, as imports give that the time elsewhere; a node alone has
+none.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def main() -> None:
     place = {"RANK": "PET_NODE_RANK", "WORLD_SIZE": "PET_NNODES"}
     place |= {"MASTER_ADDR": "PET_MASTER_ADDR", "MASTER_PORT": "PET_MASTER_PORT"}
     given = {name: os.environ[told] for name, told in place.items()} | {"LOCAL_RANK": "0"}
-    await_encoder(ProcessEnvironment.from_env().node_dir / WRITERS_NAME)
+    if given["WORLD_SIZE"] != "1":
+        await_encoder(ProcessEnvironment.from_env().node_dir / WRITERS_NAME)
     network = f"/proc/{os.getpid()}/ns/net"
     words = warm(host, [placed_trainer.__file__, network, "", *script])
     os.execve(words[0], words, {**os.environ, **given})

@@ -15,7 +15,6 @@ from pathlib import Path
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE, NODE_DIR
 from megatron_ft.launchers.virtual import default_root
-from tests.programs import warm_trainer
 from tests.support.jobs import EXAMPLE, ROOT, Result, WarmCluster, read_losses
 from tests.support.warm_host import is_client
 
@@ -42,9 +41,7 @@ class AgentJob:
 
     def warm_command(self, *flags: str) -> list[str]:
         """The same with trainers that do not wait for torch to be imported."""
-        assert WarmCluster.warm is not None
-        stub = [sys.executable, warm_trainer.__file__, WarmCluster.warm.path, *self.script]
-        return self.command("--trainer-per-node", *flags, training=stub)
+        return self.command("--trainer-per-node", *flags, training=WarmCluster.stub(*self.script))
 
     def begin(
         self, command: Sequence[str], more: Mapping[str, str] | None = None

@@ -32,7 +32,7 @@ from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.spec import JobSpec, Shapes
 from megatron_ft.supervisor.supervisor import Stop, Supervisor
-from tests.programs import placed_trainer
+from tests.programs import placed_trainer, warm_trainer
 from tests.programs.gated_training import GATE
 from tests.support.networked_cluster import HOST, NetworkedCluster
 from tests.support.node_network import NodeNetwork
@@ -124,6 +124,12 @@ class WarmCluster(NetworkedCluster):
             return argv
         assert self.warm is not None
         return [*argv[: argv.index(sys.executable)], *warm(self.warm.path, words)]
+
+    @classmethod
+    def stub(cls, *script: str) -> tuple[str, ...]:
+        """A training command for ``--trainer-per-node``: its trainers are forked from the host."""
+        assert cls.warm is not None
+        return (sys.executable, warm_trainer.__file__, cls.warm.path, *script)
 
     def _forked(self, node: str, argv: Sequence[str]) -> list[str]:
         assert self.warm is not None

@@ -15,7 +15,7 @@ import pytest
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.launchers.virtual import default_root
-from tests.support.jobs import EXAMPLE, ROOT, Result, read_losses
+from tests.support.jobs import EXAMPLE, ROOT, Result, WarmCluster, read_losses
 from tests.support.slurm_cluster import SlurmCluster, missing
 from tests.support.warm_host import is_client
 
@@ -35,6 +35,8 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL")
 
 class SlurmJob:
     """One submitted job whose training command is the plain PyTorch example.
+
+    Without a ``site`` of its own its trainers are forked from the tests' host, if there is one.
 
     ``site`` are the site variables of ``script`` beside those that every test needs, ``flags``
     more of sbatch's, ``run_flags`` those of ``megatron-ft run``.
@@ -57,8 +59,12 @@ class SlurmJob:
     ) -> None:
         self.cluster, self.folder, self.name = cluster, folder, name
         self.losses, self.output = folder / "losses.jsonl", folder / "job.out"
-        command = [sys.executable, EXAMPLE, "--iterations", iterations, "--losses", self.losses]
-        command += ["--width", 64, "--iteration-seconds", iteration_seconds]
+        script = [EXAMPLE, "--iterations", iterations, "--losses", self.losses]
+        script += ["--width", 64, "--iteration-seconds", iteration_seconds]
+        command: Sequence[object] = [sys.executable, *script]
+        if WarmCluster.warm is not None and not site:
+            run_flags += " --trainer-per-node"
+            command = WarmCluster.stub(*map(str, script))
         variables = {
             # Interfaces of other tests come and continue this machine.
             "OMPI_MCA_btl_tcp_if_include": "lo",

@@ -21,7 +21,15 @@ from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.supervisor import EXIT_DRAINED, EXIT_NOT_DRAINED
 from tests.support.disk_jobs import of_kind, signal_trainers, stop_until_drained, wait_until
 from tests.support.fates import in_incarnation
-from tests.support.jobs import EXAMPLE, ROOT, WAIT_SECONDS, Job, Result, difference
+from tests.support.jobs import (
+    EXAMPLE,
+    ROOT,
+    WAIT_SECONDS,
+    Job,
+    Result,
+    WarmCluster,
+    difference,
+)
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 NEVER = 10**6
@@ -111,8 +119,10 @@ def test_sigterm_drains_what_is_committed_and_ends_with_a_code_of_its_own(tmp_pa
     run += ["--protect", "none", "--state-dir", str(tmp_path), "--drain-dir", str(disk)]
     run += ["--drain-interval", str(NEVER), "--drain-bandwidth-mib", "0.0001"]
     run += ["--notify-on", "drained,stopped", "--notify-command", f"cat >> {tmp_path}/told"]
-    run += ["--drain-stop-seconds", "90", "--", sys.executable, str(EXAMPLE)]
+    run += ["--drain-stop-seconds", "90", "--trainer-per-node"]
+    run += ["--", *WarmCluster.stub(str(EXAMPLE))]
     run += ["--iterations", str(NEVER), "--losses", str(tmp_path / "losses"), "--width", "64"]
+    run += ["--iteration-seconds", "0.05"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(run, stdout=subprocess.PIPE, text=True, env=environment)
     try:

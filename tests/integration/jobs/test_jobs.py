@@ -217,8 +217,9 @@ def test_the_same_command_takes_over_after_the_supervisor_was_killed(
     job = Job(tmp_path, nodes=2, protect="xor:2", iterations=40, iteration_seconds=0.15)
     made.append(job)
     command = [sys.executable, "-m", "megatron_ft.cli.main", "run", "--job", job.name]
-    command += ["--nodes", "2", "--protect", "xor:2", "--lease-seconds", "8"]
-    command += ["--state-dir", str(tmp_path / "state"), "--", *job.training_command()]
+    command += ["--nodes", "2", "--protect", "xor:2", "--lease-seconds", "8", "--trainer-per-node"]
+    stub = job.cluster.stub(*job.training_command()[1:])
+    command += ["--state-dir", str(tmp_path / "state"), "--", *stub]
     first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None
     for line in first.stdout:
