@@ -27,6 +27,7 @@ ROOM_BYTES = 100_000
 """The host starts with an environment of this size, so that any other fits into its place."""
 GRACE_SECONDS = 5.0
 """How long the other ranks may still run once one has failed."""
+CALL_SECONDS = 120.0
 STACKS_SECONDS = 10.0
 """A rank that hangs may wait for a processor before it writes its stacks."""
 
@@ -140,6 +141,11 @@ class WarmHost:
                 process.wait(GRACE_SECONDS)
         codes = [process.returncode for process in ranks]
         return Outcome(codes, hung, round(time.monotonic() - started, 3), request.logs)
+
+    def call(self, entry: str, folder: Path, *argv: str) -> None:
+        """Call a function in one process; fails, with what it said, unless that succeeds."""
+        outcome = self.run(Request(entry, list(argv), 1, str(folder / "logs"), CALL_SECONDS))
+        assert not any(outcome.codes), outcome.story()
 
     def close(self) -> None:
         """End the host."""

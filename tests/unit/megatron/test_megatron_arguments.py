@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +15,7 @@ from megatron_ft.config import SETTINGS, SnapshotConfig  # noqa: E402
 from megatron_ft.core import environment  # noqa: E402
 from megatron_ft.core.errors import ConfigError  # noqa: E402
 from megatron_ft.megatron import arguments, hooks  # noqa: E402
+from tests.support.warm_host import WarmHost  # noqa: E402
 
 
 def parse(*flags: str) -> argparse.Namespace:
@@ -178,42 +177,13 @@ def test_training_without_snapshots_under_a_supervisor_is_refused(
     assert begun == [2]
 
 
-_PROGRAM = """
-import sys
-from megatron_ft.cli.demo import cpu_device, demo_model
-cpu_device.install()
-import megatron_ft.megatron
-megatron_ft.megatron.install()
-from megatron.training import arguments, yaml_arguments
-from megatron_ft.core.errors import ConfigError
-
-def refused(*flags):
-    sys.argv = ["train.py", *demo_model.demo_arguments(iterations=2, data_path="/none"), *flags]
-    try:
-        arguments.validate_args(arguments.parse_args())
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-assert refused() == ""
-assert refused("--inmem-snapshot") == ""
-assert refused("--skip-train") == "", "no snapshots, no conflict"
-conflicting = ["--inprocess-restart", "--skip-train"]
-said = refused("--inmem-snapshot", *conflicting, "--inmem-snapshot-interval=0")
-for part in ("--inprocess-restart: ", "--skip-train: ", "--inmem-snapshot-interval is 0"):
-    assert part in said, said
-assert hasattr(yaml_arguments.validate_yaml, "__wrapped__")
-"""
-
-
 @pytest.mark.megatron
 @pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("megatron") is None or find_spec("megatron.training") is None,
     reason="needs megatron-core with megatron.training",
 )
-def test_conflicts_are_refused_where_megatron_validates_its_arguments(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_conflicts_are_refused_where_megatron_validates_its_arguments(
+    megatron_server: WarmHost, tmp_path: Path
+) -> None:
+    megatron_server.call("tests.programs.megatron_flags:refuse_conflicts", tmp_path)

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -23,6 +22,7 @@ from megatron_ft.config.flags import read_command
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace, plan_stripes
 from megatron_ft.megatron.fewer_ranks import arguments_of, refusals, rule_of
+from tests.support.warm_host import WarmHost
 
 FOLDER = Path(__file__).parents[3] / "configs" / "megatron"
 PARAMETERS = {"gpt-125m": 125e6, "gpt-1.3b": 1.3e9, "llama-7b": 7e9, "llama-70b": 70e9}
@@ -180,43 +180,21 @@ def test_every_stripe_is_full_and_of_equal_shards(name: str) -> None:
         assert len({coordinates[member] for member in stripe.members}) == 1
 
 
-_PARSE = """
-import contextlib, io, json, os, sys
-from megatron_ft.cli.demo import cpu_device
-cpu_device.install()
-import megatron_ft.megatron
-megatron_ft.megatron.install()
-from megatron.training import arguments
-
-parsed = {}
-for name, launch in json.load(sys.stdin).items():
-    os.environ["WORLD_SIZE"] = str(launch["nodes"] * launch["gpus"])
-    sys.argv = ["pretrain_gpt.py", *launch["flags"], "--tokenizer-type", "NullTokenizer"]
-    with contextlib.redirect_stdout(io.StringIO()):
-        args = arguments.validate_args(arguments.parse_args())
-    plain = (int, float, str, bool, type(None))
-    parsed[name] = {n: v for n, v in vars(args).items() if isinstance(v, plain)}
-json.dump(parsed, sys.stdout)
-"""
-
-
 @pytest.fixture(scope="module")
-def parsed() -> dict[str, dict[str, Any]]:
-    """All files through Megatron's parser and checks, in one process, as its imports take long."""
+def parsed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """All files through Megatron's parser and checks."""
     if find_spec("megatron") is None or find_spec("megatron.training") is None:
         pytest.skip("needs megatron-core with megatron.training")
+    folder = tmp_path_factory.mktemp("parsed")
     launches = {name: source(name).__dict__ for name in PARAMETERS}
     launches |= {name: changed(name).__dict__ for name in CHANGES}
-    done = subprocess.run(
-        [sys.executable, "-c", _PARSE],
-        input=json.dumps(launches),
-        env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    given, target = folder / "launches", folder / "parsed"
+    given.write_text(json.dumps(launches))
+    host: WarmHost = request.getfixturevalue("megatron_server")
+    host.call("tests.programs.megatron_flags:parse", folder, str(given), str(target))
+    found: dict[str, dict[str, Any]] = json.loads(target.read_text())
     return found
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from megatron_ft.core.errors import UnsupportedVersionError
 from megatron_ft.core.frameworks import MEGATRON, Required, check_release, version_numbers
+from tests.support.warm_host import WarmHost
 
 
 def check(version: str, *required: Required) -> None:
@@ -46,36 +46,13 @@ def test_a_missing_function_class_or_module_is_refused_by_name(owner: str) -> No
         check("0.30.0", Required(owner, "unwrap"))
 
 
-_PROGRAM = """
-from megatron_ft.cli.demo import cpu_device
-cpu_device.install()
-from megatron.training import arguments, training
-import megatron_ft.megatron as integration
-names = ["setup_model_and_optimizer", "train", "checkpoint_and_decide_exit"]
-before = [getattr(training, name) for name in names]
-integration.install()
-first = [getattr(training, name) for name in names]
-integration.install()
-assert first == [getattr(training, name) for name in names], "a second install wrapped again"
-assert not set(before) & set(first), "not wrapped"
-assert [f.__wrapped__ for f in first] == before, "not the original inside"
-import argparse
-parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
-groups = [group for group in parser._action_groups if "in-memory snapshots" in group.title]
-assert len(groups) == 1  # format_help is of no use: Megatron 0.19.2's own texts break it
-options = [option for action in groups[0]._group_actions for option in action.option_strings]
-assert "--inmem-snapshot" in options and "--inmem-snapshot-interval" in options
-"""
-
-
 @pytest.mark.megatron
 @pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("megatron") is None or find_spec("megatron.training") is None,
     reason="needs megatron-core with megatron.training",
 )
-def test_the_real_megatron_is_wrapped_once_and_shows_the_flags() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_the_real_megatron_is_wrapped_once_and_shows_the_flags(
+    megatron_server: WarmHost, tmp_path: Path
+) -> None:
+    megatron_server.call("tests.programs.megatron_flags:wrap_once", tmp_path)
