@@ -33,6 +33,8 @@ LONG = {"deepspeed", "megatron", "mpi", "slow", "slurm"}
 """Markers of tests that start many processes, or run for ten seconds."""
 LONG_TESTS = 40
 """How many others take as long as one of them."""
+FRAMEWORKS = ("megatron", "deepspeed")
+"""In the paths of files whose tests need the host of a framework, whose imports take long."""
 FOLDER_SECONDS = 20.0
 """A folder may be between two processes of a job of another worker."""
 
@@ -73,6 +75,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             lengths[item.path] += 1 if LONG.isdisjoint(item.keywords) else LONG_TESTS
         items.sort(key=lambda item: -lengths[item.path])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """In CI one worker runs all files of a framework, so that one host imports it."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if config.getoption("dist") != "loadfile" or not whole or config.getoption("all_layouts"):
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFramework(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return next((name for name in FRAMEWORKS if name in file), file)
+
+    return ByFramework(config, log)
 
 
 def pytest_collection_finish() -> None:
