@@ -178,6 +178,25 @@ install_deepspeed_release() {
     install_beside deepspeed "$1" --no-build-isolation
 }
 
+# install_older_releases: all of them, into a log of its own; runs beside the steps that follow.
+install_older_releases() {
+    local release
+    for release in "${OLDER_MEGATRON_RELEASES[@]}"; do
+        install_megatron_release "$release" || return 1
+    done
+    for release in "${OLDER_DEEPSPEED_RELEASES[@]}"; do
+        install_deepspeed_release "$release" || return 1
+    done
+}
+
+# await_older_releases PID: wait for them; what they have said is shown if that failed.
+await_older_releases() {
+    wait "$1" || {
+        cat "$VENV/older.log"
+        return 1
+    }
+}
+
 # check_result: what was installed is there.  megatron.training is looked for, not imported: on a
 # machine without a GPU it cannot be before our CPU adapter has run.  Importing deepspeed takes long.
 check_result() {
@@ -246,15 +265,11 @@ environment_prepare() {
 # environment_install PYTHON LEVEL EXTRAS: the steps, in the one order in which each finds what it
 # needs.
 environment_install() {
-    local made_for release megatron=() deepspeed=() muon=0
+    local made_for older=""
     made_for="$("$1" --version) $REPO"
-    if [ "$2" != runtime ]; then
-        megatron=("${OLDER_MEGATRON_RELEASES[@]}")
-        deepspeed=("${OLDER_DEEPSPEED_RELEASES[@]}")
-        muon=1
-    fi
     STEP=0
-    STEPS=$((7 + muon + ${#megatron[@]} + ${#deepspeed[@]}))
+    STEPS=7
+    [ "$2" = runtime ] || STEPS=9
     # Scripts in an environment hold its path, so one that was moved or copied is made again.
     if [ "$(cat "$VENV/.made-for" 2>/dev/null)" != "$made_for" ]; then
         rm -rf "$VENV"
@@ -268,15 +283,14 @@ environment_install() {
     step "installing torch (a large download)" pip_install torch
     step "installing build tools and numpy" pip_install \
         numpy pybind11 packaging 'setuptools>=80' wheel pyyaml typing_extensions
+    if [ "$2" != runtime ]; then
+        install_older_releases >"$VENV/older.log" 2>&1 </dev/null &
+        older=$!
+    fi
     step "installing megatron-core" install_megatron
-    [ "$muon" -eq 0 ] || step "installing emerging-optimizers" install_muon
-    for release in "${megatron[@]}"; do
-        step "installing megatron-core $release beside it" install_megatron_release "$release"
-    done
+    [ "$2" = runtime ] || step "installing emerging-optimizers" install_muon
     step "installing deepspeed" install_deepspeed
-    for release in "${deepspeed[@]}"; do
-        step "installing deepspeed $release beside it" install_deepspeed_release "$release"
-    done
     step "installing megatron-ft with $3" pip_install --no-build-isolation -e "$REPO[$3]"
+    [ -z "$older" ] || step "installing older releases beside them" await_older_releases "$older"
     step "checking the result" check_result
 }
