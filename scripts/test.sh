@@ -32,7 +32,7 @@ said="$(mktemp)"
 LOG="$said.log" slurm_prepare >"$said" &
 slurm=$!
 environment_prepare dev
-wait "$slurm"
+wait "$slurm" || failed+=(slurm)
 cat "$said"
 rm "$said"
 cd "$REPO"
