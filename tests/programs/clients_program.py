@@ -17,7 +17,7 @@ import torch
 
 from megatron_ft.cli.demo import final_state
 from tests.programs import deepspeed_program
-from tests.support.accelerate_cpu import shard_on_cpu
+from tests.support.accelerate_cpu import join_on_cpu, shard_on_cpu
 from tests.support.deepspeed_final import collect
 from tests.support.late_capture import LOAD_FROM, ArenaManager
 
@@ -36,13 +36,9 @@ def preload() -> None:
     import accelerate.data_loader
     import accelerate.utils.deepspeed  # noqa: F401
     import lightning.pytorch  # noqa: F401
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
     from transformers import GPT2LMHeadModel, Trainer  # noqa: F401
 
-    # Without an accelerator it takes every rank for a job of its own.
-    found = ("gloo", DistributedType.MULTI_CPU)
-    PartialState._prepare_backend = lambda *_, **__: found  # type: ignore[method-assign]
+    join_on_cpu()
 
 
 def main() -> None:
