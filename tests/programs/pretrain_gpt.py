@@ -92,3 +92,4 @@ if __name__ == "__main__":
 elif __name__ == "__mp_main__" and cpu_device.needed():
     # A spawned child of a training process: it unpickles tensors, it does not train.
     cpu_device.install(megatron=False)
+    megatron_host.copy_before_training_continues()

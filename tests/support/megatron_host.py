@@ -131,6 +131,25 @@ def fill_torch_adam_state() -> None:
     cls._set_main_param_and_optimizer_states = set_without_step
 
 
+def copy_before_training_continues() -> None:
+    """Have the process that writes asynchronous checkpoints copy tensors when it is asked to.
+
+    It copies those of a device while training waits.  Host memory it shares, and writes what
+    training has made of it meanwhile.
+    """
+    writer = import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    writer = writer.FileSystemWriterAsync
+    preload = writer.preload_tensors
+
+    def copied(*args: Any, **kwargs: Any) -> Any:
+        return [
+            (file, key, (objects, [(item, tensor.clone()) for item, tensor in tensors]))
+            for file, key, (objects, tensors) in preload(*args, **kwargs)
+        ]
+
+    writer.preload_tensors = staticmethod(copied)
+
+
 def gather_unequal_tensors() -> None:
     """Gather tensors of different sizes over gloo too, as NCCL does."""
     from torch import distributed
