@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Run a part of DeepSpeed's own tests with and without our hook, and compare their outcomes.
+"""Run own tests of DeepSpeed or Accelerate with and without our part, and compare their outcomes.
 
-scripts/upstream_tests.py /path/to/DeepSpeed                     # the files of FILES
+scripts/upstream_tests.py /path/to/DeepSpeed                     # the files of PROJECTS
 scripts/upstream_tests.py /path/to/DeepSpeed checkpoint/test_tag_validation.py
+scripts/upstream_tests.py --project accelerate /path/to/accelerate
 
-The installed DeepSpeed is tested: of the checkout only the folder tests/ is used.
+The installed release is tested: of the checkout only the folder tests/ is used.  Accelerate's tests
+need the package parameterized.
 """
 
 from __future__ import annotations
@@ -18,34 +20,62 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakSet
 from xml.etree import ElementTree
 
 from megatron_ft.core.startup import AFTER_IMPORT, DEEPSPEED, HOOKS, before_script
 
-FILES = (
-    "checkpoint/test_latest_checkpoint.py",
-    "checkpoint/test_tag_validation.py",
-    "checkpoint/test_lr_scheduler.py",
-    "checkpoint/test_other_optimizer.py",
-    "checkpoint/test_shared_weights.py",
-    "checkpoint/test_zero_optimizer.py",
-    "runtime/zero/test_ignore_unused_parameters.py",
-    "runtime/zero/test_zero_context.py",
-    "runtime/zero/test_zero_context_return.py",
-    "runtime/zero/test_zero_grad_clip.py",
-    "runtime/zero/test_zero_nesting_init.py",
-    "runtime/zero/test_zero_tensor_fragment.py",
-)
-"""Below tests/unit of DeepSpeed."""
 
-WAYS: Mapping[str, str] = {
-    # Without it DeepSpeed compiles an operator on a CPU, in every test.
-    "without": "deepspeed_ext.cpu:prepare",
-    "with": HOOKS[DEEPSPEED],
+@dataclass(frozen=True)
+class Project:
+    """A library: the folder of its test files, those that a CPU can run, and our hooks.
+
+    A hook is a function that is called behind the import of a module.
+    """
+
+    folder: str
+    files: tuple[str, ...]
+    hooks: Mapping[str, str]
+
+
+PROJECTS = {
+    "deepspeed": Project(
+        "tests/unit",
+        (
+            "checkpoint/test_latest_checkpoint.py",
+            "checkpoint/test_tag_validation.py",
+            "checkpoint/test_lr_scheduler.py",
+            "checkpoint/test_other_optimizer.py",
+            "checkpoint/test_shared_weights.py",
+            "checkpoint/test_zero_optimizer.py",
+            "runtime/zero/test_ignore_unused_parameters.py",
+            "runtime/zero/test_zero_context.py",
+            "runtime/zero/test_zero_context_return.py",
+            "runtime/zero/test_zero_grad_clip.py",
+            "runtime/zero/test_zero_nesting_init.py",
+            "runtime/zero/test_zero_tensor_fragment.py",
+        ),
+        {DEEPSPEED: HOOKS[DEEPSPEED]},
+    ),
+    "accelerate": Project(
+        "tests",
+        (
+            "test_state_checkpointing.py",
+            "test_optimizer.py",
+            "test_scheduler.py",
+            "test_accelerator.py",
+        ),
+        {DEEPSPEED: HOOKS[DEEPSPEED], "accelerate": "upstream_tests:follow_accelerators"},
+    ),
 }
-"""Ways to run them, and the function that each calls behind the import of DeepSpeed."""
+
+WITHOUT = {DEEPSPEED: "deepspeed_ext.cpu:prepare"}
+"""Without it DeepSpeed compiles an operator on a CPU, in every test."""
 
 Outcomes = Mapping[str, str]
 """Outcome of each test, by its name."""
@@ -55,34 +85,40 @@ def main() -> int:
     """Run each file both ways; 1 if an outcome differs, or no test ran."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("files", nargs="*", default=FILES)
+    parser.add_argument("files", nargs="*")
+    parser.add_argument("--project", choices=PROJECTS, default="deepspeed")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one file")
     given = parser.parse_args()
-    print(f"DeepSpeed {version('deepspeed')}, torch {version('torch')}\n")
+    project = PROJECTS[given.project]
+    ways = {"without": WITHOUT, "with": project.hooks}
+    print(f"{given.project} {version(given.project)}, torch {version('torch')}\n")
     print("| file | without the hook | with it | differ |\n| --- | --- | --- | ---: |")
     differences, number = [], 0
     with tempfile.TemporaryDirectory() as folder:
-        tests = Path(folder, "tests")
-        shutil.copytree(given.checkout / "tests", tests)
-        for file in given.files:
-            found = {way: run(tests, file, way, given.timeout) for way in WAYS}
+        shutil.copytree(given.checkout / "tests", Path(folder, "tests"))
+        for file in given.files or project.files:
+            path = Path(folder, project.folder, file)
+            found = {way: run(path, hooks, way, given.timeout) for way, hooks in ways.items()}
             names = sorted({name for outcomes in found.values() for name in outcomes})
-            differ = [n for n in names if len({found[way].get(n, "missing") for way in WAYS}) > 1]
-            differences += [f"{file} {n}: {[found[way].get(n) for way in WAYS]}" for n in differ]
+            differ = [n for n in names if len({found[way].get(n, "missing") for way in ways}) > 1]
+            differences += [f"{file} {n}: {[found[way].get(n) for way in ways]}" for n in differ]
             number += len(names)
-            shown = " | ".join(summary(found[way]) for way in WAYS)
+            shown = " | ".join(summary(found[way]) for way in ways)
             print(f"| {file} | {shown} | {len(differ)} |", flush=True)
     print("\n".join(["", f"{number} tests, {len(differences)} differ", *differences]))
     return int(bool(differences) or not number)
 
 
-def run(tests: Path, file: str, way: str, seconds: float) -> Outcomes:
+def run(file: Path, hooks: Mapping[str, str], way: str, seconds: float) -> Outcomes:
     """The outcomes of one file; a run that takes longer has none."""
+    tests = next(folder for folder in file.parents if folder.name == "tests")
     report, started = tests / "report.xml", time.monotonic()
     report.unlink(missing_ok=True)
     environment = before_script({"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "4", **os.environ})
-    environment |= {AFTER_IMPORT: f"{DEEPSPEED}={WAYS[way]}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", f"unit/{file}", f"--junitxml={report}"]
+    environment[AFTER_IMPORT] = ",".join(f"{module}={hook}" for module, hook in hooks.items())
+    environment["PYTHONPATH"] += f"{os.pathsep}{Path(__file__).parent.resolve()}"
+    environment["OMP_NUM_THREADS"] = "1"
+    command = [sys.executable, "-m", "pytest", str(file), f"--junitxml={report}"]
     command += ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     with (tests / f"{way}.log").open("a") as log:
         try:
@@ -90,8 +126,8 @@ def run(tests: Path, file: str, way: str, seconds: float) -> Outcomes:
                 command, cwd=tests, env=environment, timeout=seconds, stdout=log, stderr=log
             )
         except subprocess.TimeoutExpired:
-            print(f"{file} {way} took longer than {seconds:.0f} s", file=sys.stderr)
-    print(f"{file} {way}: {time.monotonic() - started:.0f} s", file=sys.stderr)
+            print(f"{file.name} {way} took longer than {seconds:.0f} s", file=sys.stderr)
+    print(f"{file.name} {way}: {time.monotonic() - started:.0f} s", file=sys.stderr)
     return read(report) if report.exists() else {}
 
 
@@ -104,6 +140,29 @@ def read(report: Path) -> Outcomes:
         )
         for case in ElementTree.parse(report).iter("testcase")
     }
+
+
+def follow_accelerators() -> None:
+    """Have every Accelerator of this process make an InMemoryState behind its first ``prepare``.
+
+    It follows loaders and steps, and registers its own object; nothing is captured.
+    """
+    from accelerate import Accelerator
+
+    from megatron_ft.trainer.accelerator_state import InMemoryState, unsupported
+
+    prepare = Accelerator.prepare
+    manager: Any = SimpleNamespace(register_fence=id)
+    followed: WeakSet[Any] = WeakSet()
+
+    def prepared(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = prepare(self, *args, **kwargs)
+        if self not in followed and not unsupported(self):
+            followed.add(self)
+            InMemoryState(self, manager=manager)
+        return result
+
+    Accelerator.prepare = prepared
 
 
 def summary(outcomes: Outcomes) -> str:
