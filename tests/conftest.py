@@ -34,7 +34,7 @@ LONG = {"deepspeed", "megatron", "mpi", "slow", "slurm"}
 LONG_TESTS = 40
 """How many others take as long as one of them."""
 FRAMEWORKS = ("megatron", "deepspeed")
-"""In the paths of files whose tests need the host of a framework, whose imports take long."""
+"""In the names of tests that need the host of a framework, whose imports take long."""
 FOLDER_SECONDS = 20.0
 """A folder may be between two processes of a job of another worker."""
 
@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """In CI one worker runs all files of a framework, so that one host imports it."""
+    """In CI one worker runs all tests of a framework, so that one host imports it."""
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if config.getoption("dist") != "loadfile" or not whole or config.getoption("all_layouts"):
         return None
@@ -88,7 +88,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFramework(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return next((name for name in FRAMEWORKS if name in file), file)
+            return next((name for name in FRAMEWORKS if name in nodeid), file)
 
     return ByFramework(config, log)
 

@@ -11,12 +11,14 @@ import copy
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from megatron_ft.core.frameworks import Function, wrap
 from megatron_ft.trainer.package_state import PackageState
-from megatron_ft.trainer.teardown import on_teardown
+from megatron_ft.trainer.resilient import RestartClient
+from megatron_ft.trainer.teardown import on_entry, on_teardown
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +48,6 @@ def _resilient(run_resilient: RunResilient, original: Function) -> Function:
         except Exception as error:  # a store, a process group: made outside, once
             log.warning("training cannot restart in process, but in a new one: %r", error)
             return original(*args, **kwargs)
-        remove = on_teardown(partial(_reset, PackageState("megatron"), _startup_times()))
         entered = False
 
         def enter() -> Any:
@@ -57,10 +58,16 @@ def _resilient(run_resilient: RunResilient, original: Function) -> Function:
             entered = True
             return original(*copied, **keywords)
 
-        try:
+        with ExitStack() as registered:
+
+            def note() -> None:
+                reset = partial(_reset, PackageState("megatron"), _startup_times())
+                registered.callback(on_teardown(reset))
+
+            registered.callback(on_entry(note))
+            if RestartClient.current is not None:  # entered by run_resilient of the script
+                note()
             return run_resilient(enter)
-        finally:
-            remove()
 
     return pretrain
 

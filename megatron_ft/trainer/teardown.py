@@ -26,13 +26,13 @@ _callbacks: list[Callable[[], None]] = []
 _preparations: list[Callable[[], None]] = []
 
 
-def on_entry(prepare: Callable[[], None]) -> None:
+def on_entry(prepare: Callable[[], None]) -> Callable[[], None]:
     """Have ``prepare`` called each time that a ProcessState is taken, before the first entry.
 
-    It raises UnsupportedVersionError where training cannot be entered again.
+    It raises UnsupportedVersionError where training cannot be entered again.  Returns the function
+    that takes it off again.
     """
-    if prepare not in _preparations:
-        _preparations.append(prepare)
+    return _registered(_preparations, prepare)
 
 
 def on_teardown(callback: Callable[[], None]) -> Callable[[], None]:
@@ -41,12 +41,16 @@ def on_teardown(callback: Callable[[], None]) -> Callable[[], None]:
     The last one that was added is called first, and each once.  It must work wherever training
     ended, also before it began.
     """
-    if callback not in _callbacks:
-        _callbacks.append(callback)
+    return _registered(_callbacks, callback)
+
+
+def _registered(functions: list[Callable[[], None]], one: Callable[[], None]) -> Callable[[], None]:
+    if one not in functions:
+        functions.append(one)
 
     def remove() -> None:
-        if callback in _callbacks:
-            _callbacks.remove(callback)
+        if one in functions:
+            functions.remove(one)
 
     return remove
 

@@ -59,12 +59,12 @@ class SlurmJob:
     ) -> None:
         self.cluster, self.folder, self.name = cluster, folder, name
         self.losses, self.output = folder / "losses.jsonl", folder / "job.out"
-        script = [EXAMPLE, "--iterations", iterations, "--losses", self.losses]
-        script += ["--width", 64, "--iteration-seconds", iteration_seconds]
-        command: Sequence[object] = [sys.executable, *script]
+        example = [EXAMPLE, "--iterations", iterations, "--losses", self.losses]
+        example += ["--width", 64, "--iteration-seconds", iteration_seconds]
+        command: Sequence[object] = [sys.executable, *example]
         if WarmCluster.warm is not None and not site:
             run_flags += " --trainer-per-node"
-            command = WarmCluster.stub(*map(str, script))
+            command = WarmCluster.stub(*map(str, example))
         variables = {
             # Interfaces of other tests come and continue this machine.
             "OMPI_MCA_btl_tcp_if_include": "lo",
