@@ -17,7 +17,6 @@ from typing import Any
 
 from megatron_ft.core.frameworks import Function, wrap
 from megatron_ft.trainer.package_state import PackageState
-from megatron_ft.trainer.resilient import RestartClient
 from megatron_ft.trainer.teardown import on_entry, on_teardown
 
 log = logging.getLogger(__name__)
@@ -65,8 +64,6 @@ def _resilient(run_resilient: RunResilient, original: Function) -> Function:
                 registered.callback(on_teardown(reset))
 
             registered.callback(on_entry(note))
-            if RestartClient.current is not None:  # entered by run_resilient of the script
-                note()
             return run_resilient(enter)
 
     return pretrain

@@ -99,7 +99,7 @@ def boundaries_ahead(seconds: float, iteration_seconds: float) -> int:
 def loss_of_move(
     ended: SnapshotEnded, reached: int, survives: SnapshotId | None, redundant: bool = True
 ) -> str:
-    """What would be lost if ranks moved now, or "" if nothing would be.  Pure.
+    """Reason why moving ranks now would lose work, or "" if it would lose none.  Pure.
 
     ``reached`` is the last iteration that any rank has finished, ``survives`` the newest snapshot
     that survives the loss of a node; in a job that is not ``redundant``, that of trainers.

@@ -1,4 +1,4 @@
-"""What the processes of whole jobs import: the example's trainers, and all others."""
+"""Modules that the processes of whole jobs import: the example's trainers, and all others."""
 
 from __future__ import annotations
 
