@@ -7,6 +7,7 @@ Each way has ranks that save and, in new processes, fewer ranks that load.
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import sys
@@ -33,13 +34,17 @@ State = dict[str, Any]
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One measurement.  ``mib`` is the part of the state that each of the ``savers`` has."""
+    """One measurement.  ``mib`` is the part of the state that each of the ``savers`` has.
+
+    ``hot_mib`` is memory that is used and freed just before a load, see ``heat``.
+    """
 
     way: str
     folder: str
     mib: int
     savers: int
     tensors: int = 16
+    hot_mib: int = 0
 
     @property
     def rows(self) -> int:
@@ -50,9 +55,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Said(msgspec.Struct, frozen=True):
     """One rank's moments, in monotonic seconds, which all processes of a machine share.
 
-    ``begun`` and ``done`` are of its save or load.
+    ``begun`` and ``done`` are of its save or load, ``built`` is when its state was there.
     """
 
+    built: float
     begun: float
     done: float
 
@@ -93,11 +99,30 @@ def say(plan: Plan, what: str, said: Said) -> None:
     new.replace(path)
 
 
-def timed(work: Callable[[], object]) -> Said:
-    """Begin and end of the work."""
+def timed(plan: Plan, work: Callable[[], object], *, loads: bool) -> Said:
+    """Begin and end of the work, which all ranks begin together."""
+    built = time.monotonic()
+    dist.barrier()
+    if loads:
+        heat(plan)
+        dist.barrier()
     begun = time.monotonic()
     work()
-    return Said(begun, time.monotonic())
+    return Said(built, begun, time.monotonic())
+
+
+def heat(plan: Plan) -> None:
+    """Use memory and free it again, once for all ranks.
+
+    A virtual machine may give its free memory back to its host within seconds.  Whoever uses it
+    next then waits for the host, which is no part of a reshape or of a checkpoint.
+    """
+    if plan.hot_mib and dist.get_rank() == 0:
+        with mmap.mmap(-1, plan.hot_mib << 20) as pages:
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            for at in range(0, len(pages), mmap.PAGESIZE):
+                pages[at] = 1
 
 
 def checkpoint(plan: Plan, mesh: Any) -> None:
@@ -109,16 +134,14 @@ def checkpoint(plan: Plan, mesh: Any) -> None:
     saves = dist.get_world_size() == plan.savers
     state, place = build(plan, mesh, saved=saves), Path(plan.folder) / "checkpoint"
     if not saves:
-        dist.barrier()
-        say(plan, "load", timed(lambda: load(state, checkpoint_id=place)))
+        say(plan, "load", timed(plan, lambda: load(state, checkpoint_id=place), loads=True))
         require_right(plan, state)
         return
     for _ in range(2):
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(place, ignore_errors=True)
-        dist.barrier()
-        said = timed(lambda: save(state, checkpoint_id=place))
+        said = timed(plan, lambda: save(state, checkpoint_id=place), loads=False)
     say(plan, "save", said)
 
 
@@ -130,7 +153,7 @@ def memory(plan: Plan, mesh: Any) -> None:
     saves = dist.get_world_size() == plan.savers
     state = build(plan, mesh, saved=saves)
     manager = SnapshotManager(rank_rule=RankRule(1, 1, 12))
-    said = timed(lambda: manager.load(into=state))
+    said = timed(plan, lambda: manager.load(into=state), loads=not saves)
     if not saves:
         say(plan, "load", said)
         require_right(plan, state)
