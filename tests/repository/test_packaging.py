@@ -299,7 +299,7 @@ def test_scripts_are_executable_and_parse(script: str) -> None:
 def test_hooks_before_a_commit_start_tools_of_the_environment() -> None:
     hooks = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())
     given = [hook for repo in hooks["repos"] for hook in repo["hooks"]]
-    assert [repo["repo"] for repo in hooks["repos"]] == ["local"] and len(given) == 3
+    assert [repo["repo"] for repo in hooks["repos"]] == ["local"] and len(given) == 4
     for hook in given:
         program, *words = hook["entry"].split()
         assert program.startswith(".venv/bin/") and hook["language"] == "system"
