@@ -34,6 +34,9 @@ ARENA_TIMEOUT_SECONDS = 600.0
 
 REQUEST_TIMEOUT_SECONDS = 30.0
 
+WORLD_TIMEOUT_SECONDS = 120.0
+"""Limit for the start of an encoder world, until each node's encoder has joined."""
+
 MOST_NODES = 16384
 """Connections that libzmq provides for; by default it refuses the 1,024th."""
 
@@ -371,14 +374,15 @@ class Connections(ABC):
         self._world_up.clear()
         self.world_joined, self.world_refused = False, ""
 
-    async def world_ready(self, timeout: float) -> None:
+    async def world_ready(self) -> None:
         """Wait until an encoder of the expected world has joined on every node of it."""
         try:
-            await asyncio.wait_for(self._world_up.wait(), timeout)
+            await asyncio.wait_for(self._world_up.wait(), WORLD_TIMEOUT_SECONDS)
         except asyncio.TimeoutError as error:
             missing = sorted(set(self.world_nodes) - self._encoders_up)
             raise ControlPlaneError(
-                f"encoder world {self.world}: none from {', '.join(missing)} in {timeout:.0f} s",
+                f"encoder world {self.world}: none from {', '.join(missing)} "
+                f"in {WORLD_TIMEOUT_SECONDS:.0f} s",
                 missing[0] if missing else "",
             ) from error
 
@@ -394,9 +398,10 @@ class Connections(ABC):
 
     def end_world(self, world: str, reason: str) -> None:
         """Have an encoder world ended that cannot continue; nothing is lost, a new one is
-        started."""
+        started.  If that has been done already, the new one is left alone."""
         self.observers.emit("world_broken", f"parity stopped: {reason}")
-        self.world_lost()
+        if world == self.world:
+            self.world_lost()
         self._kill_world(world)
 
     def _joined(self, node: str) -> bool:

@@ -247,7 +247,7 @@ class WorldKeeper:
         delay = FIRST_DELAY_SECONDS
         while True:
             begun = time.monotonic()
-            status = await self.encoders.ended()
+            status = await self._until_over()
             if time.monotonic() - begun > LONGEST_DELAY_SECONDS:
                 # It did its work: one that broke days ago proves nothing about the next.
                 delay = FIRST_DELAY_SECONDS
@@ -258,6 +258,22 @@ class WorldKeeper:
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, LONGEST_DELAY_SECONDS)
                 started = self._try(nodes)
+
+    async def _until_over(self) -> int:
+        """Wait until the world is gone, and end it if it is not up in time; its exit status.
+
+        A start may hang: mpirun's, for one.
+        """
+        up = asyncio.create_task(self._coordinator.world_ready())
+        ended = asyncio.create_task(self.encoders.ended())
+        try:
+            await asyncio.wait({up, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done() and (error := up.exception()) is not None:
+                self._coordinator.end_world(self.encoders.name, str(error))
+            return await ended
+        finally:
+            up.cancel()
+            ended.cancel()
 
     def _try(self, nodes: Sequence[str]) -> bool:
         try:

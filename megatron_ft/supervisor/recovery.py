@@ -32,7 +32,6 @@ from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.orders import shards_by_node
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy, reason_against_own
 from megatron_ft.supervisor.restore import (
-    WORLD_TIMEOUT_SECONDS,
     RestorePlan,
     make_targets,
     rebuild,
@@ -292,7 +291,7 @@ class Recovery:
         if plan.decision.lost:
             await make_targets(coordinator, plan, plan.lost())
             self._world.start(plan.nodes)
-            await coordinator.world_ready(WORLD_TIMEOUT_SECONDS)
+            await coordinator.world_ready()
             await rebuild(coordinator, plan, snapshot)
         if disk is not None:
             await make_targets(coordinator, plan, disk.shards)

@@ -28,7 +28,6 @@ from megatron_ft.supervisor.orders import (
     stripe_orders,
 )
 
-WORLD_TIMEOUT_SECONDS = 120.0
 REBUILD_TIMEOUT_SECONDS = 1800.0
 
 
@@ -216,7 +215,7 @@ async def reshape(coordinator: Coordinator, plan: RestorePlan, places: Mapping[s
     RebuildError if an encoder fails; LayoutMismatchError if the snapshot does not hold what the
     new layout needs: it is of another model.
     """
-    await coordinator.world_ready(WORLD_TIMEOUT_SECONDS)
+    await coordinator.world_ready()
     source, iteration = plan.decision.snapshot, plan.decision.iteration
     assert source is not None, "there is something to reshape"
     # Before the first one that is captured; see SnapshotCycle.

@@ -11,6 +11,7 @@ import pytest
 import zmq.asyncio
 
 from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor import coordinator as coordinator_module
@@ -210,3 +211,25 @@ def test_what_is_told_of_another_incarnation_moves_nothing(incarnation: int) -> 
         return heard
 
     assert len(asyncio.run(asyncio.wait_for(story(), 100))) == (incarnation == 2)
+
+
+def joins(coordinator: Coordinator, world: str, *nodes: str) -> None:
+    for node in nodes:
+        event = m.EncoderHello(1, world, coordinator.incarnation)
+        coordinator._on_event(m.NodeEvent(node, coordinator.incarnation, event))
+
+
+def test_what_comes_late_of_an_old_world_does_not_undo_the_joining_of_the_new_one() -> None:
+    """Else it would never be up, and its encoders would wait for orders for ever."""
+    killed: list[str] = []
+    coordinator = Coordinator(KEYS, Observers(), killed.append, Timing())
+    coordinator.expect_world("old", ("n0", "n1"))
+    joins(coordinator, "old", "n0", "n1")
+    coordinator.world_lost()
+    coordinator.expect_world("new", ("n0", "n1"))
+    joins(coordinator, "new", "n1")
+    coordinator.end_world("old", "the encoder on n1 died")
+    joins(coordinator, "new", "n0")
+    assert coordinator.usable_world == "new" and killed == ["old"]
+    coordinator.end_world("new", "the encoder on n1 died")
+    assert coordinator.usable_world == "" and killed == ["old", "new"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
-from megatron_ft.supervisor import encoder_world
+from megatron_ft.supervisor import connections, encoder_world
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.encoder_world import (
     FIRST_DELAY_SECONDS,
@@ -64,7 +65,9 @@ class Worlds:
 def delays(incarnations: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def story() -> list[float]:
         worlds: Any = Worlds(incarnations)
-        monkeypatch.setattr(encoder_world.time, "monotonic", worlds.monotonic)
+        # Not in the module time itself: the event loop reads that clock, too.
+        clock = SimpleNamespace(monotonic=worlds.monotonic)
+        monkeypatch.setattr(encoder_world, "time", clock)
         monkeypatch.setattr(encoder_world.asyncio, "sleep", worlds.sleep)
         keys = JobKeys.derive(bytes(32))
         keeper = WorldKeeper(worlds, Coordinator(keys, Observers(), worlds.end, Timing()))
@@ -127,4 +130,56 @@ def test_a_cause_is_told_once_until_a_world_is_up_again(monkeypatch: pytest.Monk
     assert told == [
         f"{ended} the SMP of n0 refused its encoder: {full} 0; {new}",
         f"{ended} exit status 1; {new}",
+    ]
+
+
+def test_a_world_that_is_not_up_in_time_is_ended_and_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of an mpirun that hangs: its process lives, and one node's encoder never joins."""
+    told: list[str] = []
+
+    class Hanging(Worlds):
+        killed: asyncio.Event
+
+        def end(self, name: str) -> None:
+            told.append(f"end {name}")
+            self.killed.set()
+
+        async def ended(self) -> int:
+            self.killed = asyncio.Event()
+            await self.killed.wait()
+            return 9
+
+    async def story() -> None:
+        worlds: Any = Hanging([])
+        worlds.name = "world"
+        monkeypatch.setattr(connections, "WORLD_TIMEOUT_SECONDS", 0.05)
+        monkeypatch.setattr(encoder_world, "FIRST_DELAY_SECONDS", 0.01)
+        observers, again = Observers(), asyncio.Event()
+        observers.add(lambda event: told.append(f"{event.kind}: {event.text}"))
+        coordinator = Coordinator(JobKeys.derive(bytes(32)), observers, worlds.end, Timing())
+        keeper = WorldKeeper(worlds, coordinator)
+        keeper.start(["n0", "n1"])
+        coordinator._on_event(m.NodeEvent("n1", 0, m.EncoderHello(1, "world", 0)))
+
+        def start(nodes: Sequence[str], incarnation: int) -> str:
+            monkeypatch.setattr(connections, "WORLD_TIMEOUT_SECONDS", 60.0)
+            again.set()
+            return "world"
+
+        worlds.start = start
+        await again.wait()
+        for node in ("n0", "n1"):
+            coordinator._on_event(m.NodeEvent(node, 0, m.EncoderHello(1, "world", 0)))
+        await coordinator.world_ready()
+        assert coordinator.usable_world == "world"
+        keeper.stop()
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+    late = "encoder world world: none from n0 in 0 s"
+    assert told == [
+        f"world_broken: parity stopped: {late}",
+        "end world",
+        "world_ended: the encoder world ended: exit status 9; a new one is started",
     ]
