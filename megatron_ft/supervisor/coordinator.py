@@ -241,7 +241,8 @@ class Coordinator(Connections):
                 self._perform(cycle, cycle.give_up(reason))
             elif cycle.phase == CyclePhase.CAPTURING:
                 fastest = self._fastest(cycle)
-                if self._standstill is not None and not cycle.stay and fastest < cycle.iteration:
+                halts = self._standstill is not None and not self._unprotectable(cycle)
+                if halts and not cycle.stay and fastest < cycle.iteration:
                     self._perform(cycle, cycle.give_up("a node is evacuated first"))
                 now, limit = time.monotonic(), self.timing.encode_timeout
                 self._perform(cycle, cycle.overdue(fastest, now, limit))
@@ -256,9 +257,10 @@ class Coordinator(Connections):
         interval = cycle.schedule.interval
         fastest = self._fastest(cycle)
         newest, world, halt = self.committed, self.usable_world, self._standstill
-        lacking = (cycle.stripes and not world) or self.crowded or self.unmade
-        if halt is not None and (halt.ended.done() or lacking):
+        if halt is not None and halt.ended.done():
             return []
+        if self._unprotectable(cycle) or self.crowded or self.unmade:
+            halt = None  # until there is room for it and its parity, snapshots are taken as ever
         if self.replicas.differ.is_set():
             return []  # this incarnation is about to end
         if halt is None and newest is not None and newest[2] == "local" and world:
@@ -284,6 +286,9 @@ class Coordinator(Connections):
             text = "it makes room for the next capture: encoders have been away for too long"
             self.observers.emit("given_up", f"the last protected snapshot is given up: {text}")
         return actions
+
+    def _unprotectable(self, cycle: SnapshotCycle) -> bool:
+        return bool(cycle.stripes) and not self.usable_world
 
     def _fastest(self, cycle: SnapshotCycle) -> int:
         return max((self.progress.get(s, -1) for s in cycle.places), default=-1)

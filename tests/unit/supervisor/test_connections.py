@@ -233,3 +233,36 @@ def test_what_comes_late_of_an_old_world_does_not_undo_the_joining_of_the_new_on
     assert coordinator.usable_world == "new" and killed == ["old"]
     coordinator.end_world("new", "the encoder on n1 died")
     assert coordinator.usable_world == "" and killed == ["old", "new"]
+
+
+STRIPE = m.StripeOrder(0, "xor", 1, 1, 64, 64, ("dp0", "dp1"), (0, 1), {}, {})
+
+
+@pytest.mark.parametrize("lacking", ["room", "encoders", ""])
+def test_an_evacuation_waits_for_room_and_encoders_and_snapshots_go_on(lacking: str) -> None:
+    """The newest snapshot gets parity, which makes room; without encoders local ones are taken."""
+
+    async def story() -> None:
+        coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
+        coordinator.connect("n0", NOBODY)
+        coordinator.incarnation, places = 2, {"dp0": "n0", "dp1": "n1"}
+        cycle = SnapshotCycle(2, places, (STRIPE,), Schedule(4, 8))
+        coordinator.record_commit(SnapshotId(1, 3), 8, "local")
+        coordinator.expect_world("world", ("n0", "n1"))
+        if lacking != "encoders":
+            joins(coordinator, "world", "n0", "n1")
+        if lacking == "room":
+            coordinator._crowded_on.add("n0")
+        asked = asyncio.create_task(coordinator.capture_and_stop(5, 30.0))
+        await asyncio.sleep(0)
+        sent = [action.message for action in coordinator._next(cycle)]
+        asked.cancel()
+        # Else the end of its sockets is awaited for ever where the test fails.
+        coordinator.disconnect("n0")
+        if lacking == "room":
+            assert [(type(one), one.snapshot) for one in sent] == [(m.Encode, SnapshotId(1, 3))] * 2
+        else:
+            expected = (12, 0.0) if lacking else (15, 30.0)
+            assert [(one.iteration, one.stay) for one in sent] == [expected] * 2
+
+    asyncio.run(asyncio.wait_for(story(), 60))
