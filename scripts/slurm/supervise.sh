@@ -29,7 +29,7 @@ DEPUTY=megatron-ft-deputy
 DEPUTY_START_SECONDS=60
 # How often deputies look for this node, and this node for them.
 : "${DEPUTY_SECONDS:=10}"
-export DEPUTY_SECONDS
+export DEPUTY_SECONDS MAX_REQUEUES
 
 # Not a flag: the training command may have one of its own.
 export MEGATRON_FT_DRAIN_STOP_SECONDS="$DRAIN_STOP_SECONDS"
@@ -155,7 +155,8 @@ start_deputy() {
 keep_deputies() {
     local others steps node count
     mkdir -p "$STATE_DIR"
-    while :; do
+    # Without control groups this outlives a script that is killed, and must not serve the next one.
+    while kill -0 "$$" 2>/dev/null; do
         # A controller that does not answer says nothing of the deputies.
         others="$(scontrol show hostnames "$(squeue --noheader --jobs "$THIS" --format=%N)" |
             grep -vx "$SLURMD_NODENAME")"

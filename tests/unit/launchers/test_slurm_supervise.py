@@ -26,6 +26,7 @@ case "${0##*/} $*" in
     *deputy.sh*) echo watching ;;
     *--format=%T) echo "$STATE" ;;
     *--format=%L) echo "$LEFT" ;;
+    *"show job"*) echo "$SHOWN" ;;
     "squeue "* | *hostnames*) printf '%s\\n' $NODES ;;
     *requeue*) exit "$REQUEUE" ;;
 esac
@@ -401,6 +402,72 @@ def test_signals_reach_the_supervisor_once(tmp_path: Path, name: str, requeued: 
     assert process.wait(60) == 13
     assert batch.calls.read_text().count("told") == 1
     assert batch.did("scontrol requeue") == requeued
+
+
+def test_what_keeps_the_deputies_ends_with_a_script_that_is_killed(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, 0, SIGNALS="1")
+    script = batch.start()
+    wait_for(batch, "sleep 10", script)
+    script.kill()
+    script.wait(20)
+    with batch.calls.open("a") as calls:
+        calls.write("sent\n")
+    # It has the script's output open as long as it runs.
+    script.communicate(timeout=20)
+
+
+SHOWN = (
+    "JobId=9 JobName=job JobState=COMPLETING Reason={} Dependency=(null) Requeue={} Restarts={} "
+    "BatchFlag=1 Reboot=0 ExitCode={} RunTime=00:00:07"
+)
+FAILED = "JobLaunchFailure"
+
+
+@pytest.mark.parametrize(
+    ("shown", "settings", "requeued"),
+    [
+        ((FAILED, 1, 0, "0:9"), {}, True),
+        ((FAILED, 1, 3, "0:9"), {"SLURM_RESTART_COUNT": "3"}, True),
+        (("RaisedSignal:9(Killed)", 1, 0, "0:9"), {}, True),
+        (("None", 1, 0, "0:9"), {}, False),
+        (("TimeLimit", 1, 0, "0:9"), {}, False),
+        (("NonZeroExitCode", 1, 0, "137:0"), {}, False),
+        ((FAILED, 1, 0, "0:15"), {}, False),
+        ((FAILED, 0, 0, "0:9"), {}, False),
+        ((FAILED, 1, 1, "0:9"), {}, False),
+        ((FAILED, 1, 3, "0:9"), {"SLURM_RESTART_COUNT": "3", "MAX_REQUEUES": "3"}, False),
+        ((FAILED, 1, 0, "0:9"), ARRAY, False),
+    ],
+)
+def test_a_deputy_requeues_a_job_that_was_killed_and_no_other(
+    tmp_path: Path, shown: tuple[object, ...], settings: dict[str, str], requeued: bool
+) -> None:
+    batch = Batch(tmp_path, 0, SHOWN=SHOWN.format(*shown), **{"MAX_REQUEUES": "9", **settings})
+    batch.environment["REQUEUE"] = "0"
+    end_deputy(batch)
+    assert batch.did("scontrol requeue") == requeued
+
+
+def test_a_deputy_asks_until_slurm_answers_and_accepts(tmp_path: Path) -> None:
+    shown = SHOWN.format(FAILED, 1, 0, "0:9")
+    batch = Batch(tmp_path, 0, SHOWN=shown, MAX_REQUEUES="9", REQUEUE="0")
+    third = '[ "$(grep -ce "$1" "$CALLS")" -ge 3 ] || exit 1\ncase'
+    batch._write(tmp_path / "scontrol", CALLED.replace("case", third))
+    end_deputy(batch)
+    assert batch.calls.read_text().count("scontrol --oneliner") == 5
+    assert batch.calls.read_text().count("scontrol requeue") == 3
+
+
+def end_deputy(batch: Batch) -> None:
+    """Start a deputy of n0, send it SIGTERM, as Slurm does to each step, and await its end."""
+    command = ["bash", SUPERVISE.with_name("deputy.sh"), "n0", batch.calls.with_name("log")]
+    with subprocess.Popen(command, env=batch.environment, stdout=subprocess.PIPE) as deputy:
+        assert deputy.stdout is not None and deputy.stdout.readline() == b"watching\n"
+        deputy.terminate()
+        try:
+            deputy.wait(60)
+        finally:
+            deputy.kill()
 
 
 def wait_for(batch: Batch, words: str, process: subprocess.Popen[str]) -> None:
