@@ -171,6 +171,14 @@ class SlurmJob:
         fields = self.cluster.run("scontrol", "show", "job", "-o", job or self.id).split()
         return int(next(f for f in fields if f.startswith("ExitCode=")).split("=")[1].split(":")[0])
 
+    def deputies(self) -> set[str]:
+        """Nodes of the job on which a deputy runs, as Slurm sees it."""
+        query = ("squeue", "--noheader", "--jobs", self.id)
+        steps = self.cluster.run(*query, "--steps", "--format=%N %j").splitlines()
+        left = self.cluster.run(*query, "--format=%N").strip()
+        names = set(self.cluster.run("scontrol", "show", "hostnames", left).split())
+        return names & {s.split()[0] for s in steps if s.endswith("megatron-ft-deputy")}
+
     def result(self) -> Result:
         return read_losses(self.losses)
 

@@ -29,7 +29,7 @@ pytestmark = [
 def slurm(
     tmp_path_factory: pytest.TempPathFactory, no_process_left: None
 ) -> Iterator[SlurmCluster]:
-    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"), 2, cgroups=True)
+    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"), 4, cgroups=True)
     try:
         cluster.start()
         yield cluster
@@ -56,6 +56,39 @@ def test_the_end_of_a_trainers_step_takes_neither_smp_nor_arenas(
     assert smps.items() <= now.items(), (smps, now, job.story())
     assert job.until_state("COMPLETED", "FAILED") == "COMPLETED", job.story()
     assert "from own memory" in job.text(), job.story()
+    assert not difference(job.result(), uninterrupted(2, ITERATIONS)), job.story()
+
+
+def test_a_job_whose_batch_script_is_killed_resumes_from_memory(
+    slurm: SlurmCluster, submit: Submit, uninterrupted: Uninterrupted
+) -> None:
+    slurm.frees_memory(False)
+    job = submit()
+    try:
+        job.until_printed("committed (protected)")
+        job.until("a deputy", lambda: job.deputies() == {"n1"})
+        job.tell("KILL")
+        job.start_now()
+        assert job.until_state("COMPLETED", "FAILED") == "COMPLETED", job.story()
+    finally:
+        slurm.frees_memory(True)
+    assert "from own memory" in job.text(), job.story()
+    assert not difference(job.result(), uninterrupted(2, ITERATIONS)), job.story()
+
+
+def test_a_job_whose_batch_node_is_set_down_resumes_on_the_others(
+    slurm: SlurmCluster, submit: Submit, uninterrupted: Uninterrupted
+) -> None:
+    job = submit(nodes=3, spares=1, iteration_seconds=0.6)
+    try:
+        job.until_printed("is on disk after")
+        job.until("two deputies", lambda: job.deputies() == {"n1", "n2"})
+        slurm.run("scontrol", "update", "nodename=n0", "state=down", "reason=no light")
+        job.start_now()
+        assert job.until_state("COMPLETED", "FAILED") == "COMPLETED", job.story()
+    finally:
+        slurm.run("scontrol", "update", "nodename=n0", "state=resume")
+    assert "from disk" in job.text(), job.story()
     assert not difference(job.result(), uninterrupted(2, ITERATIONS)), job.story()
 
 

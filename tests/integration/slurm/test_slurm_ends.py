@@ -121,26 +121,18 @@ def test_deputies_outlive_each_other_and_a_batch_node_that_ends_piece_by_piece(
     slurm: SlurmCluster, submit: Submit
 ) -> None:
     """Both deputies are lost, one after the other; then each srun of the batch node, then it."""
-
-    def deputies() -> set[str]:
-        steps = slurm.run("squeue", "--steps", "--noheader", "--format=%N %j").splitlines()
-        left = slurm.run("squeue", "--noheader", "--jobs", job.id, "--format=%N").strip()
-        names = set(slurm.run("scontrol", "show", "hostnames", left).split())
-        found = {s.split()[0] for s in steps if s.endswith("megatron-ft-deputy")}
-        return found & names
-
     site = {"DEPUTY_SECONDS": "2"}
     job = submit(nodes=5, spares=3, iterations=5000, run_flags=FLAGS, site=site)
     lost = ["n2", "n1", "n0"]
     try:
         job.until_printed("committed (protected)")
-        job.until("two deputies", lambda: deputies() == {"n1", "n2"})
+        job.until("two deputies", lambda: job.deputies() == {"n1", "n2"})
         slurm.kill_node("n2")
-        job.until("a successor of n2", lambda: deputies() == {"n1", "n3"})
+        job.until("a successor of n2", lambda: job.deputies() == {"n1", "n3"})
         slurm.kill_node("n1")
         slurm.kill_node("n3")
         lost.append("n3")
-        job.until("successors of both", lambda: deputies() == {"n4"})
+        job.until("successors of both", lambda: job.deputies() == {"n4"})
         slurm.kill_node("n0", sruns_first=True)
         job.until_state("PENDING")
         assert slurm.job_state(job.id) == "PENDING", "requeued"
@@ -162,8 +154,10 @@ def test_a_cancelled_job_says_that_it_ends_and_why_nothing_is_drained(
     job = submit(run_flags=FLAGS, iterations=5000)
     job.until_printed("is on disk after")
     job.until_printed("committed (protected)", times=2)
+    job.until("a deputy", lambda: job.deputies() == {"n1"})
     slurm.run("scancel", job.id)
     job.until_printed("the supervisor ended with 14")
     said = job.text().partition("a last drain")[2]
     assert "could not be written to disk; the job ends" in said, job.story()
     assert "srun: error: " in said and "bytes of iteration" not in said, job.story()
+    assert job.until_state("CANCELLED", "PENDING") == "CANCELLED", "revived by its deputy"
