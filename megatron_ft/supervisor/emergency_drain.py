@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from megatron_ft.core.errors import MegatronFTError
+from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
 from megatron_ft.supervisor.admission import Inventories
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.drains import Drains
@@ -21,6 +21,8 @@ from megatron_ft.supervisor.spec import JobSpec
 
 DRAIN_SECONDS = 3600.0
 """Longest drain before the job stops; nothing else is waiting for the disk then."""
+
+TRIES = 3
 
 
 class EmergencyDrain:
@@ -55,24 +57,42 @@ class EmergencyDrain:
             await self.run(admitted, "trainers cannot come back")
 
     async def run(self, admitted: Inventories, reason: str = "no spare is left") -> None:
-        """The job is about to stop: drain what memory can serve."""
-        plan = self._plan(admitted)
-        if plan is None:
-            return
-        text = f"{reason}: draining before anything else; {plan.describe()[0]}"
-        self._emit("salvaging", text)
+        """The job is about to stop: drain what memory can serve.
+
+        If an SMP dies meanwhile, a new one adopts its arenas, and the drain begins again.
+        """
+        problem = ""
         try:
-            self._state.update(incarnation=plan.incarnation, lineage=plan.lineage)
-            await self._recovery.carry_out(plan, admitted)
-            durable = self._coordinator.durable
-            # A snapshot whose drain ended with the trainers counts as not drained.
-            first = min(plan.decision.iteration, -1 if durable is None else durable[1])
-            self._drains.begin(plan.places, self._state.record.shards, plan.lineage, first)
-            problem = "" if await self._drains.last(DRAIN_SECONDS) else "see above"
+            for _ in range(TRIES):
+                if (plan := self._plan(admitted)) is None:
+                    break
+                text = f"{reason}: draining before anything else; {plan.describe()[0]}"
+                self._emit("salvaging", text)
+                try:
+                    problem = await self._drain(plan, admitted)
+                    break
+                except ControlPlaneError as error:
+                    reason = problem = str(error)
+                    admitted = await self._members.admit_all({})
         except MegatronFTError as error:
             problem = str(error)
         if problem:
             self._emit("salvage_failed", f"memory could not be drained: {problem}")
+
+    async def _drain(self, plan: RestorePlan, admitted: Inventories) -> str:
+        """Carry the plan out and drain; what went wrong with the drain, or nothing."""
+        self._state.update(incarnation=plan.incarnation, lineage=plan.lineage)
+        await self._recovery.carry_out(plan, admitted)
+        durable = self._coordinator.durable
+        # A snapshot whose drain ended with the trainers counts as not drained.
+        first = min(plan.decision.iteration, -1 if durable is None else durable[1])
+        self._drains.begin(plan.places, self._state.record.shards, plan.lineage, first)
+        try:
+            drained = await self._members.while_all_answer(self._drains.last(DRAIN_SECONDS))
+        except MegatronFTError:
+            await self._drains.abandon()
+            raise
+        return "" if drained else "see above"
 
     def _plan(self, admitted: Inventories) -> RestorePlan | None:
         """The restore on nodes that are left; None if nothing can be drained."""

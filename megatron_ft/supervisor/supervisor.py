@@ -179,7 +179,7 @@ class Supervisor:
                     await asyncio.get_running_loop().create_future()
                 await self.drains.abandon()
                 await self._after(failure)
-            await self.drains.settle()
+            await self._settle()
             await self._retire()
             finished = True
         except RestartBudgetError:
@@ -371,6 +371,13 @@ class Supervisor:
         else:
             if older > record.incarnation:
                 self.state.update(incarnation=older)
+
+    async def _settle(self) -> None:
+        """Let the last drain of a finished job end; it is given up if an SMP ends before it."""
+        try:
+            await self.members.while_all_answer(self.drains.settle())
+        except ControlPlaneError as error:
+            self.observers.emit("drain_failed", f"the last drain is given up: {error}")
 
     async def _retire(self) -> None:
         """Free the memory of a finished job.  A node that does not answer spoils nothing."""

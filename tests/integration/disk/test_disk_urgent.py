@@ -17,6 +17,7 @@ from megatron_ft.checkpoint.disk_format import mount_point
 from megatron_ft.checkpoint.drained import open_checkpoint
 from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.supervisor.drains import Drains
 from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.supervisor import EXIT_DRAINED, EXIT_NOT_DRAINED
 from tests.support.disk_jobs import of_kind, signal_trainers, stop_until_drained, wait_until
@@ -111,6 +112,49 @@ def test_what_a_failed_drain_did_not_bring_to_disk_is_drained_before_the_job_sto
     kinds = job.kinds()
     assert kinds.index("drained") > kinds.index("salvaging"), job.story()
     assert drained.fields["iteration"] == of_kind(job, "committed")[-1].fields["iteration"]
+
+
+def kill_smp(job: Job) -> None:
+    job.supervisor.members.smps._handles["n0"].kill()
+
+
+def test_an_smp_that_dies_during_the_last_drain_is_replaced(
+    made: list[Job], tmp_path: Path
+) -> None:
+    job = Job(
+        tmp_path,
+        nodes=2,
+        drain_dir=tmp_path / "disk",
+        drain_interval=NEVER,
+        at_event={"stopping": kill_smp},
+    )
+    made.append(job)
+    with pytest.raises(NoSpareError):
+        job.run((8, lambda job: job.cluster.kill_node("n1") and None))
+    first, again = of_kind(job, "salvaging")
+    assert again.text.startswith("the SMP of n0 ended"), job.story()
+    (drained,) = of_kind(job, "drained")
+    assert f"iteration {drained.fields['iteration']}" in first.text, job.story()
+    assert not of_kind(job, "salvage_failed"), job.story()
+
+
+@pytest.mark.all_layouts
+def test_an_smp_that_dies_after_training_delays_no_end(
+    made: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drain has written all, and would release its snapshot."""
+    job = Job(tmp_path, nodes=2, drain_dir=tmp_path / "disk", drain_interval=NEVER)
+    made.append(job)
+
+    async def settle(drains: Drains) -> None:
+        kill_smp(job)
+        await job.supervisor.coordinator.release(["n0"])
+        raise AssertionError("an SMP that is gone has answered")
+
+    monkeypatch.setattr(Drains, "settle", settle)
+    job.run()
+    assert "the SMP of n0 ended" in of_kind(job, "drain_failed")[0].text, job.story()
+    assert job.kinds()[-1] == "finished", job.story()
 
 
 def test_sigterm_drains_what_is_committed_and_ends_with_a_code_of_its_own(tmp_path: Path) -> None:
