@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
@@ -31,12 +32,32 @@ WATCHED = "TEST_WATCHED_PACKAGE"
 """A package whose variables are compared with those before the first entry, in the output."""
 
 
+class MallocInfo(ctypes.Structure):
+    """The result of glibc's ``mallinfo2``, over all its arenas, in bytes."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+    @classmethod
+    def now(cls) -> Any:
+        function = ctypes.CDLL(None).mallinfo2
+        function.restype = cls
+        return function()
+
+
 class Usage(NamedTuple):
     """What a process holds."""
 
     descriptors: int
     threads: int
     kilobytes: int
+    allocated: int
+    """Kilobytes that malloc has handed out: exact, while pages follow how it fills its arenas."""
     objects: int
 
     @classmethod
@@ -46,7 +67,9 @@ class Usage(NamedTuple):
             pages = int(file.read().split()[1])
         counts = [len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task")]
         kilobytes = pages * resource.getpagesize() // 1024
-        return cls(counts[0], counts[1], kilobytes, len(gc.get_objects()))
+        heap = MallocInfo.now()
+        allocated = (heap.uordblks + heap.hblkhd) // 1024
+        return cls(counts[0], counts[1], kilobytes, allocated, len(gc.get_objects()))
 
 
 class Meeting:

@@ -12,11 +12,15 @@ import pytest
 
 from megatron_ft.cli.demo import demo_model
 from tests.support.deepspeed_cells import Cell, zero
-from tests.support.reentries import ENTRIES
+from tests.support.reentries import ENTRIES, Usage
 from tests.support.warm_host import Outcome, Request
 
-USAGE = re.compile(r"descriptors=(\d+), threads=(\d+), kilobytes=(\d+), objects=(\d+)")
+USAGE = re.compile(
+    r"descriptors=(\d+), threads=(\d+), kilobytes=(\d+), allocated=(\d+), objects=(\d+)"
+)
 
+NO_RECORDS = {"TORCH_FR_BUFFER_SIZE": "0"}
+"""torch's flight recorder keeps the last 2000 collectives, and so grows for fifty entries."""
 
 MANY = pytest.param(50, marks=pytest.mark.all_layouts)
 
@@ -32,7 +36,7 @@ def test_deepspeed(deepspeed_server: Any, tmp_path: Path, stage: int, entries: i
             ranks=2,
             logs=str(tmp_path),
             timeout_seconds=20.0 + 8.0 * entries,
-            environment={ENTRIES: str(entries)},
+            environment={ENTRIES: str(entries), **NO_RECORDS},
         )
     )
     check(outcome, r"^losses .*$", entries)
@@ -54,7 +58,7 @@ def test_megatron(
             ranks=2,
             logs=str(tmp_path),
             timeout_seconds=20.0 + 8.0 * entries,
-            environment={ENTRIES: str(entries)},
+            environment={ENTRIES: str(entries), **NO_RECORDS},
         )
     )
     check(outcome, r"iteration +2/.*lm loss: (\S+)", entries)
@@ -63,14 +67,16 @@ def test_megatron(
 def check(outcome: Outcome, result: str, entries: int) -> None:
     """All entries computed the same, and the last one left no more than the second.
 
-    The allocator's memory levels off within some twenty entries.
+    gloo keeps some 2 KB of each entry.  Arenas of threads fill up within some twenty entries.
     """
     assert not any(outcome.codes), outcome.story()
     losses = [re.findall(result, outcome.output(rank), re.MULTILINE) for rank in range(2)]
     assert any(losses) and all(len(found) in (0, entries) for found in losses), losses
     assert all(len(set(found)) <= 1 for found in losses), losses
-    usages = [tuple(map(int, found)) for found in USAGE.findall(outcome.output(0))]
+    usages = [Usage(*map(int, found)) for found in USAGE.findall(outcome.output(0))]
     second, level, last = usages[1], usages[min(20, entries // 2)], usages[-1]
-    assert last[0] <= second[0] and last[1] <= second[1] + 1, usages
-    assert last[2] < second[2] + 3000 and last[3] < second[3] + 20, usages
-    assert last[2] < level[2] + 1000, usages
+    assert last.descriptors <= second.descriptors, usages
+    assert last.threads <= second.threads + 1, usages
+    assert last.objects < second.objects + 20, usages
+    assert last.allocated < second.allocated + 300, usages
+    assert last.kilobytes < min(second.kilobytes + 3000, level.kilobytes + 1000), usages
