@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_ft.core.frameworks import Function, wrap
 from megatron_ft.trainer.package_state import PackageState
+from megatron_ft.trainer.resilient import RestartClient
 from megatron_ft.trainer.teardown import on_entry, on_teardown
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,9 @@ def _resilient(run_resilient: RunResilient, original: Function) -> Function:
     def pretrain(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import global_vars
 
+        if (outer := RestartClient.current) is not None:
+            # A run_resilient of the script: it would enter again with the variables of this run.
+            outer.close()
         if "--async-save" in sys.argv or getattr(global_vars._GLOBAL_ARGS, "async_save", False):
             # Its writer and its queues outlast a teardown: a process that trained twice never ends.
             log.warning("with --async-save training cannot restart in process, but in a new one")

@@ -13,6 +13,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any, TypeVar
@@ -176,7 +177,8 @@ class RestartClient:
         os.close(self._wake_write)
 
     def _serve(self) -> None:
-        identity = f"restart-{self._rank}-{os.getpid()}".encode()
+        # Of an earlier client of this process the SMP may not know yet that it has left.
+        identity = f"restart-{self._rank}-{os.getpid()}-{time.monotonic_ns()}".encode()
         with Connection(self._environment.socket, identity=identity, linger_ms=1000) as smp:
             smp.send(m.Restartable(os.getpid(), self._rank))
             poller = zmq.Poller()

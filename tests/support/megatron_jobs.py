@@ -149,13 +149,19 @@ def survive_a_kill(
     return job
 
 
-def check_identical(program: Program, corpus: Path, folder: Path, *flags: str) -> Job:
+def check_identical(
+    program: Program,
+    corpus: Path,
+    folder: Path,
+    *flags: str,
+    restart: str = SnapshotConfig().restart,
+) -> Job:
     """Losses, samples and final states of both runs are equal bit by bit; the job that was hit.
 
     Both have more of Megatron's ``flags``.
     """
     (folder / "job").mkdir()
-    job = survive_a_kill(program, corpus, folder / "job", (*SNAPSHOTS, *flags))
+    job = survive_a_kill(program, corpus, folder / "job", (*SNAPSHOTS, *flags), restart=restart)
     assert [source for _, source in job.restores()] == ["own memory"], job.story()
     train_alone(program, corpus, folder / "alone", *flags)
     found = compare_runs(folder / "job" / "trace", folder / "alone", RANKS, ITERATIONS)

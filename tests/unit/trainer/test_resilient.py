@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import zmq
 
 from megatron_ft import run_resilient
 from megatron_ft.core.environment import JOB, ProcessEnvironment
 from megatron_ft.core.errors import UnsupportedVersionError
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.sockets import listen_local
 from megatron_ft.trainer import teardown
-from megatron_ft.trainer.resilient import comes_from_others
+from megatron_ft.trainer.resilient import RestartClient, comes_from_others
+from megatron_ft.trainer.teardown import ProcessState
 
 
 def chained(error: BaseException, cause: BaseException | None, *, known: bool) -> BaseException:
@@ -95,3 +102,25 @@ def test_a_framework_that_cannot_be_left_declines_before_training(
         assert run_resilient(lambda: [record.message for record in caplog.records]) == [
             "training cannot restart in process, but in a new one: framework 0.1 is too old"
         ]
+
+
+def test_a_client_announces_itself_right_after_another(tmp_path: Path) -> None:
+    """The SMP is busy, and has not seen yet that the first one has left."""
+    environment, announced = ProcessEnvironment("job", "node", tmp_path, 1), []
+
+    def answer(smp: Any) -> None:
+        for _ in range(2):
+            peer, _ = smp.recv_multipart()
+            smp.send_multipart([peer, m.encode(m.Ok())])
+            time.sleep(0.2)
+
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as smp:
+        smp.linger, smp.rcvtimeo = 0, 15_000
+        listen_local(smp, environment.socket)
+        thread = threading.Thread(target=answer, args=(smp,))
+        thread.start()
+        for _ in range(2):
+            with closing(RestartClient(environment, 0, ProcessState())) as client:
+                announced.append(client.announce())
+        thread.join(20.0)
+    assert announced == [True, True]
