@@ -12,6 +12,7 @@ need the package parameterized.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -129,6 +130,15 @@ def run(file: Path, hooks: Mapping[str, str], way: str, seconds: float) -> Outco
             print(f"{file.name} {way} took longer than {seconds:.0f} s", file=sys.stderr)
     print(f"{file.name} {way}: {time.monotonic() - started:.0f} s", file=sys.stderr)
     return read(report) if report.exists() else {}
+
+
+def pytest_configure() -> None:
+    """Have the server that forks the workers of all tests import, once, what they need.
+
+    Each worker would take seconds for each of these.  DeepSpeed is imported with its hook, and any
+    optimizer imports the compiler.
+    """
+    multiprocessing.set_forkserver_preload([DEEPSPEED, "torch._dynamo", "upstream_operators"])
 
 
 def pytest_collection_finish() -> None:
