@@ -22,7 +22,8 @@ START_SECONDS = 10.0
 """So long trainers are given to be started again, before the fault strikes all the same."""
 
 NEEDS_A_START = ("truncate", "folder", "link", "missing")
-"""Damage after which a shard has its arena again only when trainers start."""
+"""Damage after which a shard has its arena again only when trainers start: those that run have none
+any more, and no snapshot is taken.  So is the loss of a node's folder."""
 
 KEPT_AWAY = 0.15
 """Encoders that are kept away are looked for this often, in seconds, and killed."""
@@ -58,7 +59,9 @@ class CampaignInjector(Injector):
             await self._keep_encoders_away(fault.seconds)
         else:
             _ON_FILES[fault.kind](self, node)
-            self._follow("trainers" if what.startswith(("socket", "state")) else fault.then, node)
+            waits = what == "node-folder" and fault.then == "nothing"
+            shows = waits or what.startswith(("socket", "state"))
+            self._follow("trainers" if shows else fault.then, node)
 
     def _has_record(self) -> bool:
         return (self.job.state_dir / "job.json").exists()
@@ -141,7 +144,6 @@ class CampaignInjector(Injector):
                 damage.damage(paths[0], what, random.Random(fault.seed))
         except (OSError, ArenaError, ValueError) as error:
             self._record(f"no damage to an arena of {node}: {error}", away=False)
-        # Trainers that run have no arena any more, and take no snapshot until they start again.
         waits = fault.then == "nothing" and what in NEEDS_A_START
         self._follow("trainers" if waits else fault.then, node)
 
