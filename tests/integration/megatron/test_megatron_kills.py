@@ -11,13 +11,14 @@ import pytest
 
 from tests.support.megatron_fewer import NO_DROPOUT, program
 from tests.support.megatron_jobs import LONG_JOB, check_identical
-from tests.support.megatron_layouts import DISTRIBUTED, EP2, MORE, OVERLAPPED, TP2, VPP
+from tests.support.megatron_layouts import DISTRIBUTED, EP2, MORE, OVERLAPPED, PP2, TP2, VPP
 
 pytestmark = LONG_JOB
 
 SENT_EARLY = ("--overlap-p2p-communication-warmup-flush",)
 LAYOUTS = {
     "tp2": (*TP2, *DISTRIBUTED, *OVERLAPPED),
+    "pp2": (*PP2, *DISTRIBUTED),  # sends in batches, which interleaved stages do not
     "vpp": (*VPP, *DISTRIBUTED, *OVERLAPPED),
     "vpp-sent-early": (*VPP, *DISTRIBUTED, *OVERLAPPED, *SENT_EARLY),
     "ep2": (*EP2, *DISTRIBUTED),
