@@ -149,7 +149,10 @@ def pytest_collection_finish() -> None:
 
 
 def leave_out_operator() -> None:
-    """What deepspeed_ext.cpu does: importing that would install our hook."""
+    """Have DeepSpeed do without an operator, as deepspeed_ext.cpu does.
+
+    Importing that module would install our hook.
+    """
     from deepspeed.ops import __compatible_ops__
 
     __compatible_ops__["deepspeed_shm_comm"] = False

@@ -99,11 +99,11 @@ def say(plan: Plan, what: str, said: Said) -> None:
     new.replace(path)
 
 
-def timed(plan: Plan, work: Callable[[], object], *, loads: bool) -> Said:
+def timed(plan: Plan, work: Callable[[], object]) -> Said:
     """Begin and end of the work, which all ranks begin together."""
     built = time.monotonic()
     dist.barrier()
-    if loads:
+    if dist.get_world_size() != plan.savers:
         heat(plan)
         dist.barrier()
     begun = time.monotonic()
@@ -114,8 +114,8 @@ def timed(plan: Plan, work: Callable[[], object], *, loads: bool) -> Said:
 def heat(plan: Plan) -> None:
     """Use memory and free it again, once for all ranks.
 
-    A virtual machine may give its free memory back to its host within seconds.  Whoever uses it
-    next then waits for the host, which is no part of a reshape or of a checkpoint.
+    A virtual machine may give its free memory back to its host within seconds.  The next use of
+    that memory waits for the host, which is no part of a reshape or of a checkpoint.
     """
     if plan.hot_mib and dist.get_rank() == 0:
         with mmap.mmap(-1, plan.hot_mib << 20) as pages:
@@ -134,14 +134,14 @@ def checkpoint(plan: Plan, mesh: Any) -> None:
     saves = dist.get_world_size() == plan.savers
     state, place = build(plan, mesh, saved=saves), Path(plan.folder) / "checkpoint"
     if not saves:
-        say(plan, "load", timed(plan, lambda: load(state, checkpoint_id=place), loads=True))
+        say(plan, "load", timed(plan, lambda: load(state, checkpoint_id=place)))
         require_right(plan, state)
         return
     for _ in range(2):
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(place, ignore_errors=True)
-        said = timed(plan, lambda: save(state, checkpoint_id=place), loads=False)
+        said = timed(plan, lambda: save(state, checkpoint_id=place))
     say(plan, "save", said)
 
 
@@ -153,7 +153,7 @@ def memory(plan: Plan, mesh: Any) -> None:
     saves = dist.get_world_size() == plan.savers
     state = build(plan, mesh, saved=saves)
     manager = SnapshotManager(rank_rule=RankRule(1, 1, 12))
-    said = timed(plan, lambda: manager.load(into=state), loads=not saves)
+    said = timed(plan, lambda: manager.load(into=state))
     if not saves:
         say(plan, "load", said)
         require_right(plan, state)

@@ -31,11 +31,7 @@ from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.orders import shards_by_node
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy, reason_against_own
-from megatron_ft.supervisor.restore import (
-    RestorePlan,
-    make_targets,
-    rebuild,
-)
+from megatron_ft.supervisor.restore import RestorePlan, make_targets, rebuild
 from megatron_ft.supervisor.spec import JobSpec
 
 NOTHING = Decision(None, -1, False, (), {})

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,14 +76,20 @@ def test_what_is_on_disk_is_no_older_than_asked_for(made: list[Job], tmp_path: P
     assert 2 <= len(drained) <= 5, job.story()
 
 
+def stopped_without_a_spare(made: list[Job], folder: Path, **more: Any) -> Job:
+    """A job of two nodes that stopped because one was lost."""
+    job = Job(folder, nodes=2, drain_dir=folder / "disk", drain_interval=NEVER, **more)
+    made.append(job)
+    with pytest.raises(NoSpareError):
+        job.run((8, lambda job: job.cluster.kill_node("n1") and None))
+    return job
+
+
 def test_a_node_that_nobody_replaces_is_rebuilt_elsewhere_and_drained(
     made: list[Job], tmp_path: Path, two: Result
 ) -> None:
     """Two nodes are lost one after the other, the second when the job has stopped already."""
-    job = Job(tmp_path, nodes=2, drain_dir=tmp_path / "disk", drain_interval=NEVER)
-    made.append(job)
-    with pytest.raises(NoSpareError):
-        job.run((8, lambda job: job.cluster.kill_node("n1") and None))
+    job = stopped_without_a_spare(made, tmp_path)
     (drained,) = of_kind(job, "drained")
     assert "pp0-tp0-dp1-ep0 from parity" in of_kind(job, "salvaging")[0].text, job.story()
     job.cluster.kill_node("n0")
@@ -121,16 +128,7 @@ def kill_smp(job: Job) -> None:
 def test_an_smp_that_dies_during_the_last_drain_is_replaced(
     made: list[Job], tmp_path: Path
 ) -> None:
-    job = Job(
-        tmp_path,
-        nodes=2,
-        drain_dir=tmp_path / "disk",
-        drain_interval=NEVER,
-        at_event={"stopping": kill_smp},
-    )
-    made.append(job)
-    with pytest.raises(NoSpareError):
-        job.run((8, lambda job: job.cluster.kill_node("n1") and None))
+    job = stopped_without_a_spare(made, tmp_path, at_event={"stopping": kill_smp})
     first, again = of_kind(job, "salvaging")
     assert again.text.startswith("the SMP of n0 ended"), job.story()
     (drained,) = of_kind(job, "drained")

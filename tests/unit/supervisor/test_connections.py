@@ -219,7 +219,7 @@ def joins(coordinator: Coordinator, world: str, *nodes: str) -> None:
         coordinator._on_event(m.NodeEvent(node, coordinator.incarnation, event))
 
 
-def test_what_comes_late_of_an_old_world_does_not_undo_the_joining_of_the_new_one() -> None:
+def test_a_late_report_of_an_old_world_does_not_undo_the_joining_of_the_new_one() -> None:
     """Else it would never be up, and its encoders would wait for orders for ever."""
     killed: list[str] = []
     coordinator = Coordinator(KEYS, Observers(), killed.append, Timing())
@@ -239,7 +239,7 @@ STRIPE = m.StripeOrder(0, "xor", 1, 1, 64, 64, ("dp0", "dp1"), (0, 1), {}, {})
 
 
 @pytest.mark.parametrize("lacking", ["room", "encoders", ""])
-def test_an_evacuation_waits_for_room_and_encoders_and_snapshots_go_on(lacking: str) -> None:
+def test_an_evacuation_waits_for_room_and_encoders_and_snapshots_continue(lacking: str) -> None:
     """The newest snapshot gets parity, which makes room; without encoders local ones are taken."""
 
     async def story() -> None:

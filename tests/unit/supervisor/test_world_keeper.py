@@ -136,7 +136,7 @@ def test_a_cause_is_told_once_until_a_world_is_up_again(monkeypatch: pytest.Monk
 def test_a_world_that_is_not_up_in_time_is_ended_and_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As of an mpirun that hangs: its process lives, and one node's encoder never joins."""
+    """An mpirun may hang: its process runs, and the encoder of one node never joins."""
     told: list[str] = []
 
     class Hanging(Worlds):
