@@ -354,6 +354,7 @@ class LeaseAnswer(Message, frozen=True):
     to this SMP since the present coordinator began.
     ``unmade`` says that a Grant would be refused now, until a further slot has memory; ``shortage``
     is why none could be had the last time, "" if there was enough.
+    ``missing`` says which arena has no file any more, "" if none: the node then holds nothing.
     """
 
     node: str
@@ -370,6 +371,7 @@ class LeaseAnswer(Message, frozen=True):
     evacuations: tuple[Evacuate, ...] = ()
     unmade: bool = False
     shortage: str = ""
+    missing: str = ""
 
 
 def summary_digest(part: bytes) -> bytes:

@@ -62,7 +62,9 @@ class ControlServer:
         if kind in _REQUESTS:
             return await _REQUESTS[kind](self, request) or m.Ok()
         if isinstance(request, m.Grant):
-            service.store.require_in_place()
+            if missing := service.store.missing():
+                then = "no snapshot is taken before the job's next start, which rebuilds it"
+                raise ControlPlaneError(f"{missing}: {then}")
             if request.stay:
                 return await self._grant_stay(request)
         if isinstance(request, m.Adopt):
@@ -161,6 +163,7 @@ class ControlServer:
         service.scrub_percent = request.scrub_percent
         await service.events.on_heartbeat(request)
         service.make_memory()
+        missing = service.store.missing()
         return m.LeaseAnswer(
             node=machine.node,
             paused=service.state.paused,
@@ -172,10 +175,11 @@ class ControlServer:
             pulses=service.heartbeats.reports(),
             summary=m.summary_digests(service.summary),
             crowded=machine.crowded(),
-            held=machine.held(),
+            held=() if missing else machine.held(),
             evacuations=tuple(service.evacuations.values()),
             unmade=machine.unmade(),
             shortage=service.shortage,
+            missing=missing,
         )
 
     async def _admit(self, identity: bytes, request: m.Admit) -> m.Message:

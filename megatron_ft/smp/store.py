@@ -121,14 +121,12 @@ class ArenaStore:
                 self._lost(arena.path.name, str(error))
                 self._forget(shard_id, machine).close_beside()
 
-    def require_in_place(self) -> None:
-        """ControlPlaneError if the file of an arena is gone: what it held could not be restored."""
+    def missing(self) -> str:
+        """An arena whose file is gone, so that nothing of it could be restored; "" if none is."""
         for arena in self.arenas.values():
             if not arena.in_place():
-                raise ControlPlaneError(
-                    f"{arena.path} was removed, replaced or cut: no snapshot is taken before the "
-                    "job's next start, which rebuilds it"
-                )
+                return f"{arena.path} was removed, replaced or cut"
+        return ""
 
     def _examine(self, arena: Arena, header: ArenaHeader, slots: Sequence[SlotHeader]) -> None:
         if not arena.in_place():

@@ -182,6 +182,9 @@ class Connections(ABC):
         self.evacuation_asked = asyncio.Event()
         self.held: dict[str, tuple[m.HeldSnapshot, ...]] = {}
         """The committed snapshots of each node, as its last heartbeat named them."""
+        self.missing: dict[str, str] = {}
+        """The arena of each node that has no file any more, "" if none, by its last heartbeat."""
+        self.arena_missing = asyncio.Event()
         self.world = ""
         self.world_nodes: tuple[str, ...] = ()
         self.world_joined, self.world_refused = False, ""
@@ -311,6 +314,9 @@ class Connections(ABC):
             self.ask_evacuation(request)
         before = self.paused
         self.held[answer.node] = answer.held
+        known, self.missing[answer.node] = self.missing.get(answer.node), answer.missing
+        if answer.missing and not known:
+            self.arena_missing.set()
         for nodes, stated in (
             (self._paused_on, answer.paused),
             (self._pinned_on, answer.pinned),

@@ -182,11 +182,12 @@ class Incarnation:
         hang = asyncio.create_task(self.watch.until_hang())
         move = asyncio.create_task(self.evacuations.until_due())
         differ = asyncio.create_task(coordinator.replicas.differ.wait())
+        missing = asyncio.create_task(self._until_arena_missing(beginning))
         try:
             while True:
                 smp = asyncio.create_task(smps.ended())
                 waits: set[asyncio.Task[Any]] = {trainers, silent, smp, rewind, hang, move, differ}
-                waits |= set() if beginning.done() else {beginning}
+                waits |= {missing} if beginning.done() else {missing, beginning}
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 dead = smp.result() if smp.done() else []
                 smp.cancel()
@@ -199,6 +200,8 @@ class Incarnation:
                 if move.done():
                     self.watch.clock.detected(self.evacuations.standing)
                     return move.result()
+                if missing.done():
+                    return missing.result()
                 if hang.done():
                     found = hang.result()
                     return Failure(found.signature, "a hang", found.node, training=True)
@@ -212,7 +215,7 @@ class Incarnation:
                 if reason := await self.members.replace_smps(dead):
                     return Failure(reason, "a snapshot daemon was not replaced", dead[0])
         finally:
-            for task in (trainers, silent, rewind, hang, move, differ, beginning):
+            for task in (trainers, silent, rewind, hang, move, differ, missing, beginning):
                 task.cancel()
 
     async def _trainers_ended(self, first: TrainerExit) -> Failure | None:
@@ -231,6 +234,30 @@ class Incarnation:
             return Failure(text, asked=True)
         registration.check_fit()
         return self._trainer_failure(first)
+
+    async def _until_arena_missing(self, beginning: asyncio.Task[None]) -> Failure:
+        """The failure of an arena whose file is gone, where memory serves without it.
+
+        Trainers write on into what nobody else can open, and only their next start makes a new
+        arena.  Where memory does not serve, they keep the only state there is.  What removes files
+        on one node may be about to do so on others: for a while it is waited for.
+        """
+        coordinator = self.coordinator
+        await asyncio.wait({beginning})
+        coordinator.missing.clear()  # of earlier incarnations: this one has made new arenas
+        while True:
+            await coordinator.arena_missing.wait()
+            await asyncio.sleep(coordinator.timing.node_timeout)
+            await coordinator.refresh()
+            coordinator.arena_missing.clear()
+            for node in self.plan.active:
+                if not (text := coordinator.missing.get(node)):
+                    continue
+                if coordinator.fallbacks().crash is not None:
+                    return Failure(f"{node}: {text}", "an arena was removed", node)
+                then = "nothing in memory serves without it, and no snapshot is taken before "
+                then += "trainers start again: training continues"
+                self._emit("damaged", f"{node}: {text}; {then}", node=node)
 
     async def _replicas_differ(self) -> Failure:
         """The failure of replicas that differ; what may have gone wrong with them is given up."""

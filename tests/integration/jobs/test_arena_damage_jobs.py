@@ -20,6 +20,7 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.smp.__main__ import FOLDER_CHECK_SECONDS
 from megatron_ft.supervisor.orders import Timing
 from tests.support import arena_damage as kinds
+from tests.support.disk_jobs import of_kind, signal_trainers, wait_for, wait_until
 from tests.support.jobs import Job, Uninterrupted, difference
 from tests.support.tmpfs import mount_tmpfs
 
@@ -181,11 +182,56 @@ def test_a_socket_that_was_removed_comes_back_while_training_goes_on(
     assert not job.restores() and "smp_restarted" not in job.kinds(), job.story()
 
 
+QUICK = Timing(heartbeat=0.25, lease=1.0, node_timeout=1.5)
+
+
+@pytest.mark.parametrize("damage", [folder_removed, on_arena(Path.unlink)], ids=["folder", "arena"])
+def test_trainers_start_again_where_an_arena_has_no_file_any_more(
+    job: Job, damage: Damage, uninterrupted: Uninterrupted
+) -> None:
+    """Nobody kills them: what they write could not be restored."""
+    job.timing = QUICK
+
+    def strike(job: Job) -> None:
+        damage(job.cluster.node_dir(VICTIM))
+        signal_trainers(job, signal.SIGSTOP)
+
+    job.run((8, strike))
+    require_restored(job, uninterrupted(3, ITERATIONS))
+    (ended,) = of_kind(job, "incarnation_ended")
+    assert f"{VICTIM}: " in ended.text and "was removed" in ended.text, job.story()
+    assert of_kind(job, "rebuilt") and of_kind(job, "committed")[-1].monotonic > ended.monotonic, (
+        job.story()
+    )
+
+
+def test_training_goes_on_where_memory_does_not_serve_without_the_removed_arenas(
+    job: Job, uninterrupted: Uninterrupted
+) -> None:
+    """What removes files on a node is not done with the next one when the first has told."""
+    job.timing = QUICK
+
+    def strike(job: Job) -> None:
+        signal_trainers(job, signal.SIGSTOP)
+        folder_removed(job.cluster.node_dir(VICTIM))
+        missing = job.supervisor.coordinator.missing
+        wait_until(job, lambda: bool(missing.get(VICTIM)), "for the loss of an arena")
+        folder_removed(job.cluster.node_dir("n2"))
+        wait_for(job, "damaged", 2)
+        signal_trainers(job, signal.SIGCONT)
+
+    job.run((8, strike))
+    assert difference(job.result(), uninterrupted(3, ITERATIONS)) == "", job.story()
+    assert not job.restores() and "trainer_died" not in job.kinds(), job.story()
+    for event, node in zip(of_kind(job, "damaged"), (VICTIM, "n2"), strict=True):
+        assert event.fields["node"] == node and "training continues" in event.text, job.story()
+
+
 def test_all_smps_killed_at_once_are_replaced_together(
     job: Job, uninterrupted: Uninterrupted
 ) -> None:
     """One after the other, the last would be silent for longer than a node may be."""
-    job.timing = Timing(heartbeat=0.25, lease=1.0, node_timeout=1.5)
+    job.timing = QUICK
 
     def strike(job: Job) -> None:
         for node in job.cluster.nodes():

@@ -21,10 +21,6 @@ from tests.support.campaign.plan import ENCODERS_AWAY, DrawnFault
 START_SECONDS = 10.0
 """So long trainers are given to be started again, before the fault strikes all the same."""
 
-NEEDS_A_START = ("truncate", "folder", "link", "missing")
-"""Damage after which a shard has its arena again only when trainers start: those that run have none
-any more, and no snapshot is taken.  So is the loss of a node's folder."""
-
 KEPT_AWAY = 0.15
 """Encoders that are kept away are looked for this often, in seconds, and killed."""
 
@@ -59,8 +55,7 @@ class CampaignInjector(Injector):
             await self._keep_encoders_away(fault.seconds)
         else:
             _ON_FILES[fault.kind](self, node)
-            waits = what == "node-folder" and fault.then == "nothing"
-            shows = waits or what.startswith(("socket", "state"))
+            shows = what.startswith(("socket", "state"))
             self._follow("trainers" if shows else fault.then, node)
 
     def _has_record(self) -> bool:
@@ -144,8 +139,7 @@ class CampaignInjector(Injector):
                 damage.damage(paths[0], what, random.Random(fault.seed))
         except (OSError, ArenaError, ValueError) as error:
             self._record(f"no damage to an arena of {node}: {error}", away=False)
-        waits = fault.then == "nothing" and what in NEEDS_A_START
-        self._follow("trainers" if waits else fault.then, node)
+        self._follow(fault.then, node)
 
     def _follow(self, then: str, node: str) -> None:
         """Make damage show.  A second node is lost only where parity is for two."""
