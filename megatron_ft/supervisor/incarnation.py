@@ -42,6 +42,10 @@ from megatron_ft.supervisor.watch import JobWatch
 log = logging.getLogger(__name__)
 
 
+MOST_INTERVALS = 10
+"""A restart for the sake of a new arena repeats at most the iterations of so many intervals."""
+
+
 @dataclass(kw_only=True)
 class Incarnation:
     """Runs trainers once from what a recovery has restored; the caller ends them afterwards.
@@ -239,23 +243,28 @@ class Incarnation:
         """The failure of an arena whose file is gone, where memory serves without it.
 
         Trainers write on into what nobody else can open, and only their next start makes a new
-        arena.  Where memory does not serve, they keep the only state there is.  What removes files
-        on one node may be about to do so on others: for a while it is waited for.
+        arena.  Where memory does not serve, or only what is old (snapshots were paused), they keep
+        the better state.  What removes files on one node may be about to do so on others: for a
+        while it is waited for.
         """
         coordinator = self.coordinator
         await asyncio.wait({beginning})
         coordinator.missing.clear()  # of earlier incarnations: this one has made new arenas
         while True:
             await coordinator.arena_missing.wait()
+            reached = max(coordinator.progress.values(), default=-1)
             await asyncio.sleep(coordinator.timing.node_timeout)
             await coordinator.refresh()
             coordinator.arena_missing.clear()
+            serves, cycle = coordinator.fallbacks().crash, coordinator.cycle
+            most = 0 if cycle is None else MOST_INTERVALS * cycle.schedule.interval
+            found = "nothing" if serves is None else f"only iteration {serves.iteration}"
             for node in self.plan.active:
                 if not (text := coordinator.missing.get(node)):
                     continue
-                if coordinator.fallbacks().crash is not None:
+                if serves is not None and reached - serves.iteration <= most:
                     return Failure(f"{node}: {text}", "an arena was removed", node)
-                then = "nothing in memory serves without it, and no snapshot is taken before "
+                then = f"memory serves {found} without it, and no snapshot is taken before "
                 then += "trainers start again: training continues"
                 self._emit("damaged", f"{node}: {text}; {then}", node=node)
 

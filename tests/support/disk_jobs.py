@@ -1,4 +1,4 @@
-"""What tests of jobs with a disk ask of a job's events."""
+"""What tests of jobs ask of a job's events, and of its processes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import signal
 import time
 from collections.abc import Callable
 
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.local_query import ask
 from megatron_ft.supervisor.events import JobEvent
 from tests.support.jobs import WAIT_SECONDS, Job
 
@@ -34,6 +36,17 @@ def wait_for(job: Job, kind: str, count: int = 1) -> None:
 def signal_trainers(job: Job, number: int) -> None:
     for pid in job.trainers():
         os.kill(pid, number)
+
+
+def pause(job: Job, paused: bool) -> None:
+    """Stop snapshots, and wait for the one under way: what is committed stays where it is."""
+    for node in job.cluster.nodes():
+        ask(job.cluster.node_dir(node) / "smp.sock", m.Pause(paused))
+    coordinator = job.supervisor.coordinator
+    cycle = coordinator.cycle
+    if paused:
+        idle = lambda: coordinator.paused and cycle and cycle.phase.value == "idle"  # noqa: E731
+        wait_until(job, idle, "for snapshots to stop")
 
 
 def stop_until_drained(job: Job, count: int) -> None:

@@ -18,9 +18,10 @@ import pytest
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.smp.__main__ import FOLDER_CHECK_SECONDS
+from megatron_ft.supervisor.incarnation import MOST_INTERVALS
 from megatron_ft.supervisor.orders import Timing
 from tests.support import arena_damage as kinds
-from tests.support.disk_jobs import of_kind, signal_trainers, wait_for, wait_until
+from tests.support.disk_jobs import of_kind, pause, signal_trainers, wait_for, wait_until
 from tests.support.jobs import Job, Uninterrupted, difference
 from tests.support.tmpfs import mount_tmpfs
 
@@ -224,7 +225,29 @@ def test_training_goes_on_where_memory_does_not_serve_without_the_removed_arenas
     assert difference(job.result(), uninterrupted(3, ITERATIONS)) == "", job.story()
     assert not job.restores() and "trainer_died" not in job.kinds(), job.story()
     for event, node in zip(of_kind(job, "damaged"), (VICTIM, "n2"), strict=True):
-        assert event.fields["node"] == node and "training continues" in event.text, job.story()
+        assert event.fields["node"] == node and "memory serves nothing" in event.text, job.story()
+
+
+def test_training_goes_on_where_a_restart_would_repeat_too_much(
+    job: Job, uninterrupted: Uninterrupted
+) -> None:
+    job.timing, job.iterations = QUICK, 2 * ITERATIONS
+
+    def strike(job: Job) -> None:
+        pause(job, True)
+        coordinator = job.supervisor.coordinator
+        committed = of_kind(job, "committed")[-1].fields["iteration"]
+        enough = committed + MOST_INTERVALS * coordinator.cycle.schedule.interval
+        wait_until(job, lambda: max(coordinator.progress.values()) > enough, "for iterations")
+        signal_trainers(job, signal.SIGSTOP)
+        arena_of(job.cluster.node_dir(VICTIM)).unlink()
+        wait_for(job, "damaged")
+        signal_trainers(job, signal.SIGCONT)
+
+    job.run((8, strike))
+    assert difference(job.result(), uninterrupted(3, 2 * ITERATIONS)) == "", job.story()
+    assert not job.restores() and "trainer_died" not in job.kinds(), job.story()
+    assert "serves only iteration" in of_kind(job, "damaged")[0].text, job.story()
 
 
 def test_all_smps_killed_at_once_are_replaced_together(

@@ -15,11 +15,9 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import SlotState
 from megatron_ft.cli import status
 from megatron_ft.cli.main import main
-from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.local_query import ask
 from megatron_ft.supervisor.job_state import read_record
 from tests.programs.declining_training import REASON
-from tests.support.disk_jobs import signal_trainers
+from tests.support.disk_jobs import pause, signal_trainers
 from tests.support.jobs import (
     DECLINING,
     POISONED,
@@ -43,19 +41,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 def shard(index: int) -> str:
     return f"pp0-tp0-dp{index}-ep0"
-
-
-def pause(job: Job, paused: bool) -> None:
-    """Stop snapshots, and wait for the one under way: what is committed stays where it is."""
-    for node in job.cluster.nodes():
-        ask(job.cluster.node_dir(node) / "smp.sock", m.Pause(paused))
-    cycle = job.supervisor.coordinator.cycle
-    deadline = time.monotonic() + WAIT_SECONDS
-    while paused and not (
-        job.supervisor.coordinator.paused and cycle and cycle.phase.value == "idle"
-    ):
-        assert time.monotonic() < deadline, "snapshots do not stop"
-        time.sleep(0.02)
 
 
 def newest(arena: Arena) -> int:
