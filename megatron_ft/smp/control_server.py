@@ -163,6 +163,7 @@ class ControlServer:
         service.scrub_percent = request.scrub_percent
         await service.events.on_heartbeat(request)
         service.make_memory()
+        service.store.mend_permits()
         missing = service.store.missing()
         return m.LeaseAnswer(
             node=machine.node,

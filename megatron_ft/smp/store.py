@@ -14,6 +14,7 @@ from megatron_ft.arena.digest import fits
 from megatron_ft.arena.format import (
     ArenaHeader,
     Geometry,
+    Permit,
     SlotHeader,
     SlotState,
 )
@@ -65,6 +66,7 @@ class ArenaStore:
         self.arenas: dict[str, Arena] = {}
         self.sources: dict[str, Arena] = {}
         self._headers: dict[str, ArenaHeader] = {}
+        self._permits: dict[str, Permit | None] = {}
         self.damaged: dict[str, str] = {}
         self.foreign: list[str] = []
 
@@ -172,6 +174,7 @@ class ArenaStore:
         machine.paths[header.shard_id] = str(arena.path)
         self.arenas[header.shard_id] = arena
         self._headers[header.shard_id] = header
+        self._permits.pop(header.shard_id, None)
         self.damaged.pop(arena.path.name, None)
 
     def check_record(self, record: SealedRecord) -> None:
@@ -284,6 +287,7 @@ class ArenaStore:
         """Write one header or permit."""
         arena = self.arenas[effect.shard_id]
         if isinstance(effect, StorePermit):
+            self._permits[effect.shard_id] = effect.permit
             arena.write_permit(effect.permit)
             if effect.permit is not None and not effect.permit.revoked:
                 reach("smp.granted")
@@ -294,6 +298,18 @@ class ArenaStore:
         arena.write_slot(effect.slot, effect.header)
         if after:
             reach(after)
+
+    def mend_permits(self) -> None:
+        """Write each permit again that is not in memory as it was given.
+
+        A trainer that does not find it passes its iteration in silence, and the job waits for the
+        capture.
+        """
+        for shard_id, permit in self._permits.items():
+            arena = self.arenas.get(shard_id)
+            if arena is not None and arena.permit() != permit:
+                log.warning("the permit in %s was damaged and is mended", arena.path)
+                arena.write_permit(permit)
 
     def set_lineage(self, incarnation: int, lineage: tuple[Ancestor, ...]) -> None:
         """Record the current incarnation of the job in every arena."""

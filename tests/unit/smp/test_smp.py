@@ -719,6 +719,35 @@ def test_only_a_boundary_that_trainers_must_not_leave_has_to_lie_ahead(
     run(story())
 
 
+def test_a_heartbeat_gives_a_damaged_permit_again_and_says_that_an_arena_is_missing(
+    node: SmpNode,
+) -> None:
+    """A trainer without the permit would pass its iteration, and nobody would know."""
+    path = node.environment.node_dir / "dp0.arena"
+
+    async def story() -> None:
+        link = await led(node)
+        await link.demand(create(), 30)
+        older = path.read_bytes()
+        await link.demand(m.Grant(1, snapshot(1), 10), 30)
+        with Arena.open(path) as arena, path.open("r+b") as file:
+            given = arena.permit()
+            assert given is not None and given.iteration == 10
+            file.write(older)
+            file.flush()
+            assert arena.permit() is None
+            assert not (await lease(link, 60.0)).missing
+            assert arena.permit() == given
+        path.unlink()
+        answer = await lease(link, 60.0)
+        assert "dp0.arena was removed" in answer.missing and not answer.held
+        refused = await link.ask(m.Grant(1, snapshot(2), 20), 30)
+        assert isinstance(refused, m.Refused) and "was removed" in refused.reason
+        link.close()
+
+    run(story())
+
+
 def test_the_server_key_alone_opens_nothing(node: SmpNode) -> None:
     """Who knows the public key of SMPs but has a key pair of their own is turned away."""
 
