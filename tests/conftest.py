@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -351,21 +351,35 @@ def submit(slurm: Any, tmp_path: Path, slurm_job_name: str) -> Callable[..., Any
     return partial(SlurmJob, slurm, tmp_path, slurm_job_name)
 
 
+@pytest.fixture(scope="session")
+def known_runs() -> dict[tuple[int, int], Any]:
+    """What ``uninterrupted`` has computed for other files."""
+    return {}
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(
-    tmp_path_factory: pytest.TempPathFactory, warm_trainers: None
+    tmp_path_factory: pytest.TempPathFactory,
+    warm_trainers: None,
+    known_runs: dict[tuple[int, int], Any],
 ) -> Callable[[int, int], Any]:
     """What the plain example's ranks compute in so many iterations of a run without faults."""
     from tests.support.jobs import oracle
 
-    return cache(lambda ranks, until: oracle(tmp_path_factory.mktemp("oracle"), ranks, until))
+    def run(ranks: int, until: int) -> Any:
+        if (ranks, until) not in known_runs:
+            folder = tmp_path_factory.mktemp("oracle")
+            known_runs[ranks, until] = oracle(folder, ranks, until)
+        return known_runs[ranks, until]
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def two(uninterrupted: Callable[[int, int], Any]) -> Any:
-    """What two ranks compute in 40 iterations.
+def two(request: pytest.FixtureRequest, uninterrupted: Callable[[int, int], Any]) -> Any:
+    """What two ranks compute in 40 iterations, or in as many as the file's ITERATIONS.
 
     Known before a test's job begins: the folder of a job that has ended, kept while something is
     computed to compare it with, looks abandoned to the other test workers.
     """
-    return uninterrupted(2, 40)
+    return uninterrupted(2, getattr(request.module, "ITERATIONS", 40))

@@ -262,7 +262,8 @@ class Job:
         asyncio.run(self._run(faults))
 
     def _closed_gate(self) -> Path | None:
-        if self.script != EXAMPLE or self.command or WarmCluster.warm is None:
+        examples = self.script == EXAMPLE and not self.command
+        if WarmCluster.warm is None or not (examples or str(GATED) in self.command):
             return None
         gate = self.folder / "gate"
         gate.unlink(missing_ok=True)

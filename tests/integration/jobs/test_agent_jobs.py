@@ -17,7 +17,7 @@ from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.core.process_tools import free_port
 from tests.programs.gated_training import GATE
 from tests.support.agent_jobs import AgentJob
-from tests.support.jobs import GATED, TORCHRUN, Result, difference, oracle
+from tests.support.jobs import GATED, TORCHRUN, Result, difference
 from tests.support.networked_cluster import HOST
 from tests.support.networks import needs_network
 from tests.support.node_network import NodeNetwork
@@ -26,11 +26,6 @@ pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 ITERATIONS = 24
 # Of this interpreter's environment, before those on PATH.
 BESIDE = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return oracle(tmp_path_factory.mktemp("oracle2"), 2, ITERATIONS)
 
 
 @pytest.fixture

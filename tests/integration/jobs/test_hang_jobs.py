@@ -11,7 +11,7 @@ import pytest
 from megatron_ft.core.errors import RestartBudgetError
 from megatron_ft.supervisor.autopsy import LOCKED, SUSPENDED
 from megatron_ft.supervisor.heartbeats import PARTS
-from tests.support.jobs import HANGING, Job, Result, difference, oracle
+from tests.support.jobs import HANGING, Job, Result, Uninterrupted, difference
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
@@ -20,8 +20,8 @@ QUICK = {"hang_seconds": 3.0, "register_timeout_seconds": 60.0}
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return oracle(tmp_path_factory.mktemp("oracle3"), 3, ITERATIONS)
+def three(uninterrupted: Uninterrupted) -> Result:
+    return uninterrupted(3, ITERATIONS)
 
 
 @pytest.fixture

@@ -11,14 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.fates import in_incarnation
-from tests.support.jobs import HANGING, Job, Result, difference, oracle
+from tests.support.jobs import HANGING, Job, Result, difference
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return oracle(tmp_path_factory.mktemp("oracle2"), 2)
 
 
 def test_survivors_keep_their_process(made: list[Job], tmp_path: Path, two: Result) -> None:

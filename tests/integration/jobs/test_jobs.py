@@ -32,19 +32,14 @@ from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.orders import Timing
 from tests.support.disk_jobs import signal_trainers, wait_until
 from tests.support.fates import in_incarnation, of_node
-from tests.support.jobs import ROOT, Fault, Job, Result, difference, oracle
+from tests.support.jobs import ROOT, Fault, Job, Result, Uninterrupted, difference
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return oracle(tmp_path_factory.mktemp("oracle4"), 4)
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return oracle(tmp_path_factory.mktemp("oracle2"), 2)
+def four(uninterrupted: Uninterrupted) -> Result:
+    return uninterrupted(4, 40)
 
 
 def kill_rank(rank: int) -> Fault:

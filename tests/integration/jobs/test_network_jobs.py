@@ -12,7 +12,7 @@ import pytest
 from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.orders import Timing
 from tests.support.fates import Deaths, in_incarnation, of_node, when
-from tests.support.jobs import Fault, Job, Result, difference, oracle
+from tests.support.jobs import Fault, Job, Result, difference
 from tests.support.namespaces import enter_namespace
 from tests.support.networked_cluster import HOST
 from tests.support.networks import needs_network
@@ -26,11 +26,6 @@ pytestmark = [
 
 TIMING = Timing(heartbeat=0.25, lease=3.0, node_timeout=4.0)
 ITERATIONS = 30
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return oracle(tmp_path_factory.mktemp("oracle2"), 2, ITERATIONS)
 
 
 @pytest.fixture

@@ -20,18 +20,13 @@ from megatron_ft.arena.format import SlotState
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.orders import Timing
 from tests.support.fates import Deaths, of_node, when
-from tests.support.jobs import ROOT, Fault, Job, Result, difference, oracle
+from tests.support.jobs import ROOT, Fault, Job, Result, difference
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
 TIMING = Timing(heartbeat=0.25, lease=3.0, node_timeout=4.0)
 ITERATIONS = 30
 WAIT_SECONDS = 100.0
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return oracle(tmp_path_factory.mktemp("oracle2"), 2, ITERATIONS)
 
 
 @pytest.fixture

@@ -9,18 +9,13 @@ import pytest
 
 from megatron_ft.supervisor.orders import Timing
 from tests.support.fates import of_node
-from tests.support.jobs import Job, Result, difference, oracle
+from tests.support.jobs import Job, Result, difference
 from tests.support.networked_cluster import HOST
 from tests.support.networks import needs_network
 
 pytestmark = pytest.mark.usefixtures("warm_trainers")
 
 ITERATIONS = 24
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return oracle(tmp_path_factory.mktemp("oracle2"), 2, ITERATIONS)
 
 
 def require_tcp(job: Job, why: str) -> None:

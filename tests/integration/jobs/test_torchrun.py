@@ -19,7 +19,7 @@ from megatron_ft.core.environment import TREE
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.launchers.process import LocalProcess
 from tests.support.fates import in_incarnation
-from tests.support.jobs import EXAMPLE, TORCHRUN, Job, Result, difference, oracle
+from tests.support.jobs import GATED, TORCHRUN, Job, Result, Uninterrupted, difference
 from tests.support.warm_host import WarmHost, is_client, warm
 
 MODULE = ["python3", "-u", "-m", "torch.distributed.run"]
@@ -88,8 +88,8 @@ def test_they_are_refused_before_training(
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return oracle(tmp_path_factory.mktemp("oracle4"), 4)
+def four(uninterrupted: Uninterrupted) -> Result:
+    return uninterrupted(4, 40)
 
 
 def workers(job: Job, node: str) -> list[int]:
@@ -119,12 +119,12 @@ def kill_torchrun(job: Job) -> None:
 def test_a_rank_torchrun_and_a_node_are_lost_and_nothing_changes(
     made: list[Job], tmp_path: Path, four: Result, warm_host: WarmHost
 ) -> None:
-    job = Job(tmp_path, nodes=2, spares=1, ranks_per_node=2, trainer_per_node=True)
+    place = {"nodes": 2, "spares": 1, "ranks_per_node": 2, "trainer_per_node": True}
+    job = Job(tmp_path, **place, script=GATED)
     made.append(job)
     script = warm(warm_host.path, job.training_command()[1:])
     flags = ("--nproc-per-node", "2", "--no-python")
     job.command = (sys.executable, "-m", TORCHRUN, *flags, *script)
-    assert str(EXAMPLE) in script
     lose_a_node = in_incarnation(3, lambda job: job.cluster.kill_node("n1") and None)
     job.run((6, kill_a_rank), (12, in_incarnation(2, kill_torchrun)), (20, lose_a_node))
     assert not difference(job.result(), four), job.story()

@@ -26,17 +26,11 @@ from tests.support.jobs import (
     Job,
     Result,
     difference,
-    oracle,
 )
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
 ITERATIONS = 110
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return oracle(tmp_path_factory.mktemp("oracle"), 2, ITERATIONS)
 
 
 def shard(index: int) -> str:

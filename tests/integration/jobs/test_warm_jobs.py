@@ -14,18 +14,13 @@ from megatron_ft.cli import status
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import IMPORTS_NAME
 from tests.support.disk_jobs import wait_for
-from tests.support.jobs import Fault, Job, Result, difference, oracle
+from tests.support.jobs import Fault, Job, Result, difference
 from tests.support.warm_host import is_client
 
 ANEW = {"MEGATRON_FT_RESTART": "new-process"}
 """Survivors are ended too, so that each rank is forked again."""
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return oracle(tmp_path_factory.mktemp("oracle2"), 2)
 
 
 def command_of(pid: int) -> str:
