@@ -17,8 +17,8 @@ from megatron_ft.supervisor.events import KINDS, JobEvent
 log = logging.getLogger(__name__)
 
 DEFAULT_KINDS = (
-    *("incarnation_ended", "recovered", "node_lost", "spare_lost", "drain_failed", "quarantined"),
-    *("holding", "finished", "stopped"),
+    *("incarnation_ended", "recovered", "node_lost", "spare_lost", "damaged", "drain_failed"),
+    *("quarantined", "holding", "finished", "stopped"),
 )
 COMMAND_SECONDS = 30.0
 _MOST_WAITING = 100
