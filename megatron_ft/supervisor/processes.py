@@ -176,7 +176,7 @@ class SmpFleet:
 
         async def some_end() -> ControlPlaneError:
             nodes = await self.ended()
-            text = f"the SMP of {', '.join(nodes)} has ended"
+            text = f"the SMP of {', '.join(nodes)} ended"
             return ControlPlaneError(text, nodes[0])
 
         return await unless(work, some_end())
