@@ -237,7 +237,7 @@ class Drains:
             self._coordinator.observers.emit("drain_urged", f"draining at once: {reason}")
 
     def _next(self) -> DrainPlan | None:
-        """The newest committed snapshot, if it is due."""
+        """The newest committed snapshot, if it is due and not what was restored from disk."""
         committed, settings, now = (
             self._coordinator.committed,
             self._spec.settings,
@@ -245,9 +245,9 @@ class Drains:
         )
         old = 0 < 60 * settings.drain_minutes <= now - self._taken_at
         urgent = self._urgent or old
-        if committed is None or not is_due(
-            self._last, committed[1], settings.drain_interval, urgent
-        ):
+        if committed is None or self._is_durable(committed[0]):
+            return None
+        if not is_due(self._last, committed[1], settings.drain_interval, urgent):
             return None
         self._urgent, self._taken_at = False, now
         snapshot, self._last, level = committed

@@ -19,6 +19,7 @@ from tests.support.disk_jobs import (
     stop_until_drained,
     wait_for,
     wait_until,
+    wait_until_none_is_due,
 )
 from tests.support.jobs import Job, Result, difference
 
@@ -32,10 +33,6 @@ def rewind(job: Job, before: int, *more: str) -> int:
     words = ["--job", job.name, "--arena-dir", str(job.cluster.root)]
     words += ["--state-dir", str(job.folder / "state"), "--before-iteration", str(before)]
     return main(["rewind", *words, *more])
-
-
-def newest(job: Job, kind: str) -> int:
-    return int(of_kind(job, kind)[-1].fields["iteration"])
 
 
 def test_a_stopped_job_goes_on_from_before_what_was_given_up_in_memory_and_on_disk(
@@ -61,7 +58,7 @@ def test_a_stopped_job_goes_on_from_before_what_was_given_up_in_memory_and_on_di
         wait_until(job, lambda: of_kind(job, "committed")[-1].fields["iteration"] >= due)
         stop_until_drained(job, 2)
         # While a further drain is due, memory may hold nothing from before the last one.
-        wait_until(job, lambda: newest(job, "committed") < newest(job, "drained") + 4)
+        wait_until_none_is_due(job, 4)
         job.interrupt()
 
     with pytest.raises(asyncio.CancelledError):
@@ -91,6 +88,8 @@ def test_a_stopped_job_goes_on_from_before_what_was_given_up_in_memory_and_on_di
     assert from_disk.fields["source"] == "disk", job.story()
     assert str(older.fields["folder"]) in from_disk.text, job.story()
     assert f"{Path(newer.fields['folder']).name} is off the job's lineage" in from_disk.text
+    folders = [event.fields["folder"] for event in of_kind(job, "drained")]
+    assert len(folders) == len(set(folders)), "what is on disk was drained again"
     assert not difference(job.result(), two), job.story()
 
 
