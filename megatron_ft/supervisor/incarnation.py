@@ -242,10 +242,10 @@ class Incarnation:
     async def _until_arena_missing(self, beginning: asyncio.Task[None]) -> Failure:
         """The failure of an arena whose file is gone, where memory serves without it.
 
-        Trainers write on into what nobody else can open, and only their next start makes a new
-        arena.  Where memory does not serve, or only what is old (snapshots were paused), they keep
-        the better state.  What removes files on one node may be about to do so on others: for a
-        while it is waited for.
+        Trainers continue to write into what nobody else can open, and only their next start makes a
+        new arena.  Where memory does not serve, or only with an old snapshot (they were paused),
+        trainers hold the better state.  The decision waits for a while, as what removes files on
+        one node may be about to remove them on others.
         """
         coordinator = self.coordinator
         await asyncio.wait({beginning})
