@@ -58,6 +58,20 @@ def when(job: Job, kind: str, occurrence: int = 0) -> float:
     return [event.monotonic for event in job.events if event.kind == kind][occurrence]
 
 
+def noticed(kind: str, fault: Fault) -> Fault:
+    """The fault, until the job has emitted an event of this kind.
+
+    The next fault may otherwise end the incarnation before anybody has noticed this one.
+    """
+
+    def strike(job: Job) -> None:
+        count = len([event for event in job.events if event.kind == kind])
+        fault(job)
+        wait_for(job, kind, count + 1)
+
+    return strike
+
+
 def in_incarnation(number: int, fault: Fault) -> Fault:
     """The fault, once the trainers of this incarnation train: 1 is the job's first.
 

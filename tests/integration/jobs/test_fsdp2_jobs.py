@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fates import in_incarnation
 from tests.support.jobs import FSDP2_EXAMPLE, Job, difference, oracle
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
@@ -29,7 +30,7 @@ def test_fsdp2_trains_on_as_if_nothing_was_lost(made: list[Job], tmp_path: Path)
     made.append(job)
     job.run(
         (6, lambda job: os.kill(job.trainers()[1], signal.SIGKILL)),
-        (16, lambda job: job.cluster.kill_node("n2")),
+        (10, in_incarnation(2, lambda job: job.cluster.kill_node("n2"))),
     )
     alone = oracle(tmp_path, 4, ITERATIONS, script=FSDP2_EXAMPLE)
     assert not difference(job.result(), alone), job.story()

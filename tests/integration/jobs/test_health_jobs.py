@@ -21,6 +21,7 @@ from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership, NoSpareError
 from megatron_ft.supervisor.supervisor import Supervisor
 from tests.support.disk_jobs import of_kind
+from tests.support.fates import in_incarnation
 from tests.support.jobs import Fault, Job, Uninterrupted, difference
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
@@ -105,7 +106,8 @@ def test_a_node_that_fails_twice_in_a_row_is_avoided_until_no_other_is_left(
         assert job.supervisor.members.active == ["n0", "n2"], job.story()
         job.cluster.kill_node("n2")
 
-    job.run((6, kill_rank(1)), (12, kill_rank(1)), (18, lose_spare))
+    again, last = in_incarnation(2, kill_rank(1)), in_incarnation(3, lose_spare)
+    job.run((6, kill_rank(1)), (12, again), (18, last))
     assert not difference(job.result(), uninterrupted(2, 40)), job.story()
     (event,) = of_kind(job, "avoided")
     assert event.text.startswith("n1 caused two failures in a row: rank 1"), event.text

@@ -31,7 +31,7 @@ from megatron_ft.rpc.local_query import ask
 from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.orders import Timing
 from tests.support.disk_jobs import signal_trainers, wait_until
-from tests.support.fates import in_incarnation, of_node
+from tests.support.fates import in_incarnation, noticed, of_node
 from tests.support.jobs import ROOT, Fault, Job, Result, Uninterrupted, difference
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
@@ -87,11 +87,10 @@ def test_every_kind_of_process_dies_once_and_nothing_changes(
 ) -> None:
     job = Job(tmp_path, nodes=4, spares=1, protect="rs:3+1")
     made.append(job)
+    kill_encoder = noticed("world_ended", kill_of_node("n3", "megatron_ft.erasure.worker"))
+    kill_smp = noticed("smp_restarted", kill_of_node("n1", "megatron_ft.smp"))
     job.run(
-        (6, kill_rank(1)),
-        (12, in_incarnation(2, kill_of_node("n3", "megatron_ft.erasure.worker"))),
-        (18, kill_of_node("n1", "megatron_ft.smp")),
-        (24, lose("n2")),
+        (6, kill_rank(1)), (12, in_incarnation(2, kill_encoder)), (18, kill_smp), (24, lose("n2"))
     )
     assert not difference(job.result(), four), job.story()
     sources = [source for _, source in job.restores()]
