@@ -353,7 +353,7 @@ def submit(slurm: Any, tmp_path: Path, slurm_job_name: str) -> Callable[..., Any
 
 @pytest.fixture(scope="session")
 def known_runs() -> dict[tuple[int, int], Any]:
-    """What ``uninterrupted`` has computed for other files."""
+    """Results of ``uninterrupted`` by ranks and iterations, for all files of a worker."""
     return {}
 
 
@@ -363,7 +363,7 @@ def uninterrupted(
     warm_trainers: None,
     known_runs: dict[tuple[int, int], Any],
 ) -> Callable[[int, int], Any]:
-    """What the plain example's ranks compute in so many iterations of a run without faults."""
+    """Computes, once for each size, the result of the plain example without faults."""
     from tests.support.jobs import oracle
 
     def run(ranks: int, until: int) -> Any:
@@ -377,9 +377,9 @@ def uninterrupted(
 
 @pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest, uninterrupted: Callable[[int, int], Any]) -> Any:
-    """What two ranks compute in 40 iterations, or in as many as the file's ITERATIONS.
+    """Result of two ranks after 40 iterations, or after the file's ITERATIONS.
 
-    Known before a test's job begins: the folder of a job that has ended, kept while something is
-    computed to compare it with, looks abandoned to the other test workers.
+    It is computed before a test's job begins: the folder of a job that has ended, kept while
+    something is computed to compare it with, looks abandoned to the other test workers.
     """
     return uninterrupted(2, getattr(request.module, "ITERATIONS", 40))

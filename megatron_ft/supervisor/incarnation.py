@@ -190,8 +190,9 @@ class Incarnation:
         try:
             while True:
                 smp = asyncio.create_task(smps.ended())
-                waits: set[asyncio.Task[Any]] = {trainers, silent, smp, rewind, hang, move, differ}
-                waits |= {missing} if beginning.done() else {missing, beginning}
+                waits: set[asyncio.Task[Any]] = {trainers, silent, smp, rewind, hang, move}
+                waits |= {differ, missing}
+                waits |= set() if beginning.done() else {beginning}
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 dead = smp.result() if smp.done() else []
                 smp.cancel()

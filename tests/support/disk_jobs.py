@@ -1,4 +1,4 @@
-"""What tests of jobs ask of a job's events, and of its processes."""
+"""Waits for a job's events, and signals for its processes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def pause(job: Job, paused: bool) -> None:
 
 
 def wait_until_none_is_due(job: Job, interval: int) -> None:
-    """On a busy machine trainers get further than one drain is behind."""
+    """Waits for further drains: on a busy machine several may be due when one ends."""
 
     def newest(kind: str) -> int:
         return int(of_kind(job, kind)[-1].fields["iteration"])

@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from tests.support.disk_jobs import wait_for
+from tests.support.disk_jobs import of_kind, wait_for
 from tests.support.jobs import Fault, Job
 from tests.support.warm_host import is_client
 
@@ -59,13 +59,13 @@ def when(job: Job, kind: str, occurrence: int = 0) -> float:
 
 
 def noticed(kind: str, fault: Fault) -> Fault:
-    """The fault, until the job has emitted an event of this kind.
+    """Strikes, and waits until the job has emitted an event of this kind.
 
     The next fault may otherwise end the incarnation before anybody has noticed this one.
     """
 
     def strike(job: Job) -> None:
-        count = len([event for event in job.events if event.kind == kind])
+        count = len(of_kind(job, kind))
         fault(job)
         wait_for(job, kind, count + 1)
 

@@ -209,7 +209,7 @@ def test_trainers_start_again_where_an_arena_has_no_file_any_more(
 def test_training_goes_on_where_memory_does_not_serve_without_the_removed_arenas(
     job: Job, uninterrupted: Uninterrupted
 ) -> None:
-    """What removes files on a node is not done with the next one when the first has told."""
+    """Two nodes lose their files one after the other: the decision waits for the second."""
     job.timing = QUICK
 
     def strike(job: Job) -> None:

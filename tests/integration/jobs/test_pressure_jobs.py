@@ -47,6 +47,6 @@ def test_snapshots_wait_while_they_make_iterations_late_and_return(
     assert f"no snapshot before iteration {until} (late iterations)" in text
     waits = [event.fields["until"] for event in steps if event.fields.get("late")]
     assert waits and max(waits) <= AGAIN + MOST_WAIT
-    # Near the end an iteration may be late by the machine's doing: that wait outlasts training.
-    outlasts = steps[-1].fields.get("until", 0) > ITERATIONS
-    assert steps[-1].kind == "pressure_over" or steps[-1].fields["late"] == 0 or outlasts
+    # The machine itself may make an iteration late near the end; such a wait outlasts training.
+    ended = [event for event in steps if event.fields.get("until", 0) <= ITERATIONS]
+    assert ended[-1].kind == "pressure_over" or ended[-1].fields["late"] == 0
