@@ -215,7 +215,7 @@ def _module(name: str) -> Any:
 def find_dataset_helper() -> None:
     """Use the built dataset helper of the installed megatron-core instead of running ``make``.
 
-    The package holds no Makefile.
+    The package holds no Makefile: with a device it needs this, too.
     """
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         _module("megatron.core.datasets.utils").compile_helpers = lambda: None

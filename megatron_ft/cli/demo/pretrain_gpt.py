@@ -51,6 +51,7 @@ def main() -> None:
     from megatron_ft.cli.demo import megatron_trace
 
     print(f"> megatron-core {megatron.core.__version__}", flush=True)
+    cpu_device.find_dataset_helper()
     megatron_ft.megatron.install()
     trace_dir, sys.argv[1:] = take_trace_directory(sys.argv[1:])
     if trace_dir is not None:
