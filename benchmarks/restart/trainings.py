@@ -14,6 +14,7 @@ from benchmarks.restart import noted_imports
 from benchmarks.restart.noted_imports import PACE_SECONDS
 from megatron_ft.cli.chaos.job import JobFile
 from megatron_ft.cli.demo.settings import DemoFolders, DemoSettings, job_name, job_of
+from megatron_ft.launchers.virtual import DEVICES
 from tests.support.deepspeed_jobs import Program
 from tests.support.jobs import DEEPSPEED_EXAMPLE, ROOT
 
@@ -59,10 +60,12 @@ def _megatron(job: JobFile, iterations: int, faults: bool) -> JobFile:
 
 def _plain(job: JobFile, iterations: int, faults: bool) -> JobFile:
     flags = ("--iterations", str(iterations), "--losses", "/dev/null", *PACE)
+    # The demo hides GPUs from Megatron; this loop trains on one where there is one.
+    environment = {k: v for k, v in job.environment.items() if k != DEVICES}
     return msgspec.structs.replace(
         job,
         command=(*PLAIN_COMMAND, *flags),
-        environment={**job.environment, "PYTHONPATH": str(ROOT)},
+        environment={**environment, "PYTHONPATH": str(ROOT)},
         bare=not faults,
     )
 
