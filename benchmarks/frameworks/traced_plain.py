@@ -45,6 +45,7 @@ class TracedExample:
     def state_hash(self, state: dict[str, Any]) -> str:
         """The example's hash; all that the rank holds is written."""
         kept = {name: final_state.plain(state[name].state_dict()) for name in state}
+        kept["device"] = str(next(state["model"].parameters()).device)
         rank = torch.distributed.get_rank()
         final_state.write(final_path(self._folder, rank), kept)
         found: str = self._hash(state)

@@ -89,6 +89,7 @@ def collect(model: list[Any], optimizer: Any, opt_param_scheduler: Any) -> dict[
     done = max(getattr(args, "curr_iteration", -1) + 1, args.iteration)
     return {
         "iteration": done,
+        "device": str(next(model[0].parameters()).device),
         "weights": _weights(model),
         "optimizers": _optimizers(optimizer),
         "random": final_state.random_states(torch.cuda.get_rng_state(), tracker.get_states()),

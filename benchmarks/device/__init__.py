@@ -1,0 +1,1 @@
+"""Programs for a machine with a GPU, one for each question, started by the script beside each."""
