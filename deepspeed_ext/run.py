@@ -311,6 +311,11 @@ class EngineRun:
         self.close()
         return original(*args, **kwargs)
 
+    def plan_ended(self, finished: bool) -> None:
+        """A library's loop has ended: at its planned end, or before."""
+        if self._manager is not None:
+            self._manager.say_end(finished)
+
     def close(self) -> None:
         """End captures and leave; a second call does nothing."""
         # Else the engine would live as long as the process.

@@ -121,7 +121,7 @@ def main() -> None:
                     break
         print(json.dumps({"sha256": state_hash(accelerator, seen)}), file=losses, flush=True)
     if memory is not None:
-        memory.close()
+        memory.close(finished=True)
     # The process group must outlive the model: see examples/plain_pytorch.py.
     del model, optimizer, data, schedule
     accelerator.free_memory()

@@ -123,7 +123,7 @@ def main() -> None:
     first, snapshots = 0, None
     state = build(options.width, device)
     if "MEGATRON_FT_JOB" in os.environ:
-        snapshots = SnapshotManager(SnapshotConfig.from_env())
+        snapshots = SnapshotManager(SnapshotConfig.from_env(), last=options.iterations)
         first = snapshots.load(into=state)
         snapshots.register_fence(state["optimizer"])
     data = batches(state["loader"])

@@ -105,7 +105,9 @@ def main() -> None:
     first, snapshots = 0, None
     if "MEGATRON_FT_JOB" in os.environ:
         replicated = {"model": dist.group.WORLD, "optimizer": dist.group.WORLD}
-        snapshots = SnapshotManager(SnapshotConfig.from_env(), replicated=replicated)
+        snapshots = SnapshotManager(
+            SnapshotConfig.from_env(), replicated=replicated, last=options.iterations
+        )
     state = build(options.width, device)
     if snapshots is not None:
         first = snapshots.load(into=state)

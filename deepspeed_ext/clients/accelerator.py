@@ -56,8 +56,10 @@ class EngineMemory(InMemoryState):
         self._run.refuse(self._unready())
         self._run.end_iteration()
 
-    def close(self) -> None:
-        """Let a running capture end, and leave the job."""
+    def close(self, *, finished: bool | None = None) -> None:
+        """Let a running capture end, and leave the job; see megatron_ft.InMemoryState.close."""
+        if finished is not None:
+            self._run.plan_ended(finished)
         self._run.close()
 
     def _parts(self) -> list[Any]:

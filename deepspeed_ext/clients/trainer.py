@@ -113,6 +113,12 @@ def _objection(trainer: Any, found: Mapping[str, Any] | None = None) -> str:
     return ""
 
 
+def _has_stopped(callback: Any) -> bool:
+    """True for an EarlyStoppingCallback out of patience: training is at its end, by its plan."""
+    patience = getattr(callback, "early_stopping_patience", None)
+    return patience is not None and callback.early_stopping_patience_counter >= patience
+
+
 def _written(found: Mapping[str, Any], folder: Path) -> str:
     """A checkpoint of the Trainer in ``folder``, without weights and random states."""
     trainer_state = {**json.loads(found["state"]), "log_history": json.loads(found["log"])}
@@ -191,6 +197,12 @@ class Feeder(TrainerCallback):  # type: ignore[misc]
             self._end_iteration(state)
         elif found["in_pass"]:
             RandomStates().load_state_dict(found[RANDOM])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """The loop has ended: after its last step, or because a callback has stopped it."""
+        if self._run is not None:
+            stopped = any(map(_has_stopped, self._trainer.callback_handler.callbacks))
+            self._run.plan_ended(finished=state.global_step >= state.max_steps or stopped)
 
     def _end_iteration(self, state: Any) -> None:
         engine = self._trainer.model_wrapped

@@ -53,6 +53,7 @@ from megatron_ft.core.errors import (
 from megatron_ft.core.identity import MAY_SHRINK
 from megatron_ft.launchers.slurm.allocation import NO_KILL_ADVICE, no_kill
 from megatron_ft.launchers.virtual import visible_devices
+from megatron_ft.supervisor.ends import End
 from megatron_ft.supervisor.event_log import EVENTS, EventLog
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState, state_folder
@@ -62,6 +63,7 @@ from megatron_ft.supervisor.notify import DEFAULT_KINDS, Notifier, kinds_of
 from megatron_ft.supervisor.placement import read_domains
 from megatron_ft.supervisor.spec import JobSpec, raise_open_files
 from megatron_ft.supervisor.supervisor import (
+    EXIT_CONTINUE,
     EXIT_DRAINED,
     EXIT_INTERRUPTED,
     EXIT_NOT_DRAINED,
@@ -76,6 +78,8 @@ EXIT_CODES: Mapping[int, str] = {
     EXIT_DRAINED: "stopped by SIGTERM: the newest committed snapshot is in --drain-dir",
     EXIT_NOT_DRAINED: "stopped by SIGTERM: no snapshot was drained, for want of one, or of time "
     "(--drain-stop-seconds)",
+    EXIT_CONTINUE: "training stopped itself before its planned end: run the same command to "
+    "continue",
     EXIT_INTERRUPTED: "interrupted, or stopped by SIGTERM without --drain-dir",
 }
 
@@ -139,6 +143,11 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         "--from-scratch",
         action="store_true",
         help="when neither memory nor disk has a state, start again from nothing",
+    )
+    group.add_argument(
+        "--free-on-exit",
+        action="store_true",
+        help="take every end with exit code 0 for the planned end of training: the memory is freed",
     )
     group.add_argument(
         "--restore-from",
@@ -290,7 +299,7 @@ def _supervise(
             held.callback(_notifier(arguments, supervisor).close)
         supervisor.observers.add(end := RunSummary())
         try:
-            code = asyncio.run(_run(supervisor))
+            code, ended = asyncio.run(_run(supervisor))
         except MegatronFTError:
             # SMPs that were started, or taken over, continue keeping what they have.
             if state.record.smps:
@@ -298,12 +307,13 @@ def _supervise(
             raise
         for line in end.lines():
             say(line)
-        if not state.record.committed:
+        if not state.record.committed and ended is not End.UNKNOWN:
             say(end.unprotected())
         elif code:
             say(place.hint)
-        if code == 0:
+        if ended is End.FINISHED:
             state.remove()
+        if ended is not None and ended.frees:
             place.clean()
     return code
 
@@ -356,6 +366,7 @@ def spec_from(
         warm_start=arguments.warm_start == "on",
         settings=settings,
         from_scratch=arguments.from_scratch,
+        free_on_exit=arguments.free_on_exit,
         restore_from=arguments.restore_from,
         log_dir=arguments.log_dir or state_folder(arguments.job, arguments.state_dir) / "logs",
         domains=read_domains(source, place.launcher.nodes()) if source else {},
@@ -370,14 +381,18 @@ STOPPED = "stopped"
 _STOPPED = {UnrecoverableError: 10, NoSpareError: 11, RestartBudgetError: 12}
 
 
-async def _run(supervisor: Supervisor) -> int:
+async def _run(supervisor: Supervisor) -> tuple[int, End | None]:
+    """The exit code, and how training ended if all ranks exited with 0."""
     task = asyncio.ensure_future(supervisor.run())
     stop, loop = Stop(supervisor, task), asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stop.at_once)
     loop.add_signal_handler(signal.SIGTERM, stop.after_drain)
+    ended: End | None = None
     try:
-        await task
-        return 0
+        ended = await task
+        if ended is not End.EARLY:
+            return 0, ended
+        code, text = EXIT_CONTINUE, supervisor.end_text
     except asyncio.CancelledError:
         code, text = stop.code, f"{EXIT_CODES[stop.code]}; trainers are stopped"
     except (UnrecoverableError, NoSpareError, RestartBudgetError) as error:
@@ -387,7 +402,7 @@ async def _run(supervisor: Supervisor) -> int:
         raise
     say(text)
     supervisor.observers.emit(STOPPED, text, code=code)
-    return code
+    return code, ended
 
 
 class Printer:

@@ -235,6 +235,23 @@ class SnapshotConfig:
         "When nodes return to a job that has shrunk: auto trains on them again from the next "
         "boundary on, off only from the next start of the job on.",
     )
+    last_iteration: int = whole(
+        0,
+        "Iteration with which training ends; an end before it is an early one, after which the job "
+        "continues at its next start. 0: not known. Megatron and the Trainer of transformers know "
+        "it themselves.",
+        0,
+        "iterations",
+        job=False,
+    )
+    keep_minutes: float = number(
+        10.0,
+        "Without a drain folder, memory is kept for this long after an end of training of which "
+        "nobody knows if it was the planned one. 0: not at all.",
+        unit="minutes",
+        allowed="minutes >= 0",
+        accepts=lambda v: v >= 0,
+    )
     register_timeout_seconds: float = seconds(
         600.0,
         "Longest wait at start-up for all ranks to register and for arenas to be made.",
@@ -292,6 +309,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "failures": (
         "on_no_spare", "host_seconds", "queue_seconds", "grow", "restart", "hang_seconds",
+        "keep_minutes",
     ),
 }  # fmt: skip
 

@@ -172,7 +172,14 @@ def _with_end(original: Function) -> Function:
             return original(*args, **kwargs)
         _current.begin_training(signature.bind(*args, **kwargs).arguments)
         try:
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+            _current.end_training(result[0])
+            return result
+        except SystemExit as leaving:
+            # --exit-interval, --exit-duration-in-mins, --exit-signal-handler.
+            if not leaving.code:
+                _current.end_training()
+            raise
         finally:
             _replace_current(None)
 

@@ -76,7 +76,7 @@ class SnapshotRun:
         """``gated`` says that losses are wanted: reading them waits for the device."""
         self._args, self._gated, self._manager = args, gated, manager
         self._state: MegatronState | None = None
-        self._from_memory = False
+        self._from_memory, self._reached = False, -1
 
     def starts_from_memory(self) -> bool:
         """Decide with all other ranks whether to load the snapshot that was offered.
@@ -126,6 +126,7 @@ class SnapshotRun:
         """
         assert self._state is not None, "attach comes first"
         self._state.begin(training["train_data_iterator"])
+        self._reached = self._args.iteration
         if self._from_memory and own_checkpoints.is_missed(self._args):
             _print_rank_0(f" the checkpoint of iteration {self._args.iteration} was not finished")
             with self.pause():
@@ -147,6 +148,7 @@ class SnapshotRun:
     def end_iteration(self, iteration: int, operations: float, data_iterator: Any) -> None:
         """All state of ``iteration`` is final: capture it if a snapshot is due."""
         assert self._state is not None, "attach comes first"
+        self._reached = iteration
         self._state.at(iteration, operations, data_iterator)
         self._manager.save(iteration, self._state)
 
@@ -160,6 +162,14 @@ class SnapshotRun:
         with self._manager.fence(), self.pause():
             self._manager.forget_tensors()
             yield
+
+    def end_training(self, reached: int = -1) -> None:
+        """Megatron has left its loop without an error, perhaps before its last iteration.
+
+        ``reached`` is the last iteration that it knows: those that it skips come to no hook.
+        """
+        last = max(reached, self._reached)
+        self._manager.say_end(finished=last >= self._args.train_iters)
 
     def close(self) -> None:
         """End captures and drop every reference to model and optimizer."""

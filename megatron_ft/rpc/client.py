@@ -141,15 +141,24 @@ class TrainerClient:
         A rank may fail, or be killed, within moments of its first iteration.  A message still
         under way would be lost with it, and the failure not held against the snapshot.
         """
+        self._confirmed(m.Restored(self.shard_id, snapshot), "was restored; training continues")
+
+    def ending(self, iteration: int, finished: bool) -> None:
+        """Report that this rank ends, and whether its plan is done; the SMP confirms it."""
+        done = "has finished" if finished else "stops before its planned end"
+        self._confirmed(m.Ending(self.shard_id, iteration, finished), done)
+
+    def _confirmed(self, message: m.Message, text: str) -> None:
+        """Send, and wait until the SMP confirms it: the process may end right after this."""
         self._noted.clear()
-        self.send(m.Restored(self.shard_id, snapshot))
+        self.send(message)
         if not self._noted.wait(NOTED_TIMEOUT_SECONDS):
             log.warning(
-                "the SMP of node %s has not confirmed in %.0f s that %s was restored; training "
-                "continues",
+                "the SMP of node %s has not confirmed in %.0f s that %s %s",
                 self._environment.node,
                 NOTED_TIMEOUT_SECONDS,
                 self.shard_id,
+                text,
             )
 
     def close(self) -> None:

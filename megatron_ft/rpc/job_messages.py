@@ -245,10 +245,14 @@ class Imports(Message, frozen=True):
 
 
 class Retire(Message, frozen=True):
-    """The job has ended: remove arenas if asked, and exit."""
+    """The job has ended: remove arenas if asked, and exit.
+
+    Not before ``seconds`` have passed, and not at all if a supervisor comes meanwhile.
+    """
 
     incarnation: Count
     remove_arenas: bool
+    seconds: Seconds = 0.0
 
 
 class Pause(Message, frozen=True):
@@ -434,6 +438,7 @@ EventBody = (
     | node.Abandoned
     | node.Restored
     | node.Declined
+    | node.Ending
     | node.CorruptShard
     | node.Unfit
     | node.CaptureCost

@@ -221,8 +221,19 @@ class Declined(Message, frozen=True):
     iteration: int = -1
 
 
+class Ending(Message, frozen=True):
+    """The trainer leaves; ``finished`` is whether its program's plan is done.  Answered with Noted.
+
+    ``iteration`` is the last one that it has ended, or restored.
+    """
+
+    shard_id: ShardId
+    iteration: Iteration
+    finished: bool
+
+
 class Noted(Message, frozen=True):
-    """Answer to Restored: it reaches the coordinator, whatever becomes of the rank."""
+    """Answer to Restored and Ending: it reaches the coordinator, whatever becomes of the rank."""
 
 
 class CorruptShard(Message, frozen=True):

@@ -147,7 +147,10 @@ class ControlServer:
         private_files.rewrite_file(path, msgspec.json.encode(request.modules))
 
     async def _retire(self, request: m.Retire) -> None:
-        await self._service.retire(remove_arenas=request.remove_arenas)
+        if request.seconds:
+            self._service.retire_at = time.monotonic() + request.seconds
+        else:
+            await self._service.retire(remove_arenas=request.remove_arenas)
 
     async def _lease(self, identity: bytes, request: m.Lease) -> m.Message:
         """Renew the coordinator's lease; the answer is what it learns with each heartbeat."""
@@ -192,6 +195,7 @@ class ControlServer:
         highest = machine.highest_incarnation
         if request.incarnation <= highest:
             raise StaleIncarnationError(f"incarnation {highest} was here already")
+        service.retire_at = 0.0
         self._keep_folder()
         service.change_state(highest_incarnation=request.incarnation)
         reach("smp.admitting")

@@ -29,7 +29,10 @@ log = logging.getLogger(__name__)
 RESTORE_TIMEOUT_SECONDS = 50.0
 """Longest wait for the coordinator to say what is restored; trainers wait longer for an answer."""
 
-PASSED_ON = (m.Restored, m.Declined, m.CorruptShard, m.Unfit, m.CaptureCost, m.Slowed)
+PASSED_ON = (
+    *(m.Restored, m.Declined, m.Ending, m.CorruptShard),
+    *(m.Unfit, m.CaptureCost, m.Slowed),
+)
 """Messages of trainers that the coordinator alone decides upon."""
 
 
@@ -72,7 +75,7 @@ class LocalServer:
             return None
         if isinstance(message, PASSED_ON):
             await service.events.emit(message)
-            return m.Noted() if isinstance(message, m.Restored) else None
+            return m.Noted() if isinstance(message, m.Restored | m.Ending) else None
         if isinstance(message, m.Restartable):
             service.survivors.enter(message, identity)
             await service.events.emit(message)

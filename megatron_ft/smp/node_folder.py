@@ -12,8 +12,10 @@ import fcntl
 import logging
 import os
 import select
+import shutil
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -53,6 +55,15 @@ def make_node_dir(node_dir: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         private_files.check_parent(folder)
     private_files.make_folder(node_dir)
+
+
+def remove_node_dir(node_dir: Path) -> None:
+    """Remove a node's folder, and that of the job once no node has one there."""
+    shutil.rmtree(node_dir, ignore_errors=True)
+    job = node_dir.parent
+    with suppress(OSError):
+        if all(path.name.startswith(".") for path in job.iterdir()):
+            shutil.rmtree(job, ignore_errors=True)
 
 
 def lock_folder(directory: Path, job: str, *, send_away: bool = True) -> BinaryIO:

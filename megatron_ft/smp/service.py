@@ -25,7 +25,7 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.smp.effects import Effect, StorePermit, StoreSlot, ToCoordinator, ToTrainer
 from megatron_ft.smp.event_sender import EventSender, Send
 from megatron_ft.smp.heartbeats import NodeHeartbeats
-from megatron_ft.smp.node_folder import STATE_NAME, NodeState
+from megatron_ft.smp.node_folder import STATE_NAME, NodeState, remove_node_dir
 from megatron_ft.smp.processes import (
     DRAIN,
     STALL_SECONDS,
@@ -67,6 +67,7 @@ class SmpService:
         self.state = NodeState()
         self.retired = asyncio.Event()
         self.retiring = False
+        self.retire_at = 0.0
         self.failure: BaseException | None = None
         self.lease_until = 0.0
         self._lease_begun = 0.0
@@ -273,10 +274,18 @@ class SmpService:
             self.lease_until = lease.heard + lease.seconds
 
     async def watch_lease(self) -> None:
-        """Kill the node's writers when the lease has run out: the coordinator is out of reach."""
+        """Kill the node's writers when the lease has run out: the coordinator is out of reach.
+
+        Where no supervisor has come to a job that ended, free its memory at the stated time.
+        """
         while True:
             await asyncio.sleep(0.1)
             await self.drop_stalled()
+            if 0 < self.retire_at < time.monotonic():
+                log.info("no supervisor has come: this node's memory of the job is freed")
+                self.retire_at = 0.0
+                await self.retire(remove_arenas=True)
+                remove_node_dir(self.environment.node_dir)
             writers = self.writers.all()
             if writers and self.lease_until and time.monotonic() > self.lease_until:
                 log.error("the coordinator's lease has run out: killing %d writers", len(writers))

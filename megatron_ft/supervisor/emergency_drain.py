@@ -45,8 +45,8 @@ class EmergencyDrain:
         self._drains, self._recovery = drains, recovery
         self._emit = coordinator.observers.emit
 
-    async def without_trainers(self) -> None:
-        """Trainers fail again and again: bring the last committed snapshot to disk."""
+    async def without_trainers(self, reason: str = "trainers cannot come back") -> None:
+        """No trainer runs any more: bring the last committed snapshot to disk."""
         if self._spec.settings.drain_dir is None:
             return
         try:
@@ -54,7 +54,7 @@ class EmergencyDrain:
         except MegatronFTError as error:
             self._emit("salvage_failed", f"memory could not be drained: {error}")
         else:
-            await self.run(admitted, "trainers cannot come back")
+            await self.run(admitted, reason)
 
     async def run(self, admitted: Inventories, reason: str = "no spare is left") -> None:
         """The job is about to stop: drain what memory can serve.

@@ -7,6 +7,7 @@ import logging
 import shlex
 import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -226,6 +227,8 @@ class Incarnation:
     async def _trainers_ended(self, first: TrainerExit) -> Failure | None:
         registration = self.registration
         if first.finished:
+            with suppress(MegatronFTError):
+                await self.coordinator.refresh()  # after what ranks have said of their end
             return None
         if self.refusal is not None:
             raise self.refusal

@@ -28,6 +28,7 @@ class JobSpec:
     ranks itself, as torchrun does.  With ``warm_start`` trainers are forked from a trainer host
     of their node, if the command can be.  ``nodes`` is how many the job begins with.
     ``from_scratch`` allows a start from nothing when neither memory nor disk has a state;
+    ``free_on_exit`` takes every end with 0 for the planned one.
     ``restore_from`` is a drained checkpoint, perhaps another job's, to start from then.
     ``environment`` is for trainers, beside the variables of the settings.
     ``domains`` is the failure domain of each node; a node that is not named is one of its own.
@@ -51,6 +52,7 @@ class JobSpec:
     settings: SnapshotConfig = field(default_factory=SnapshotConfig)
     block_bytes: int = BLOCK_BYTES
     from_scratch: bool = False
+    free_on_exit: bool = False
     restore_from: Path | None = None
     log_dir: Path = Path("megatron-ft-logs")
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -42,6 +42,7 @@ from megatron_ft.supervisor.drains import Drains, noted_places
 from megatron_ft.supervisor.elastic import more_nodes, nodes_without, shrink
 from megatron_ft.supervisor.emergency_drain import EmergencyDrain
 from megatron_ft.supervisor.encoder_world import EncoderWorld, WorldKeeper
+from megatron_ft.supervisor.ends import HOW_TO_FREE, End, SaidEnds, describe, judge
 from megatron_ft.supervisor.evacuation import Evacuations
 from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.evidence import FOLDER, EvidenceKeeper
@@ -64,6 +65,8 @@ HOST_POLL_SECONDS = 1.0
 STATUS_SECONDS = 2.0
 """Interval at which the job's summary is written to its state folder."""
 LONGEST_WRITE_SECONDS = 600.0
+KEEP_MINUTES = 10.0
+"""How long memory is kept where it could not be drained, and the job's settings say 0."""
 
 
 class Supervisor:
@@ -146,12 +149,16 @@ class Supervisor:
         self._evidence = EvidenceKeeper(
             state.folder / FOLDER, str(state.record.job), launcher, self.coordinator, self.trainers
         )
+        self.end_text = ""
+        """Why training was ended early, and what is left of it, once ``run`` has returned."""
+        self._said = SaidEnds()
+        self.coordinator.listeners.append(self._said)
         self.observers.add(self._note_commit)
         self._reached, self._budget = -1, spec.budget
         self._ended = 0.0
 
-    async def run(self) -> None:
-        """Return when the training command has ended well on every rank.
+    async def run(self) -> End:
+        """Return when the training command has ended well on every rank, and how it has.
 
         Raises UnrecoverableError, NoSpareError or RestartBudgetError when the job cannot go
         on; SMPs and arenas then stay, so that the same command can be run again.
@@ -171,7 +178,7 @@ class Supervisor:
         saved = await self._quarantine.newest_saved()
         self._budget = replace(self._budget, highest_saved=saved)
         status = asyncio.create_task(self._write_status())
-        finished = False
+        retired = False
         try:
             while (failure := await self._run_incarnation()) is not None:
                 if self.evacuations.stopping:
@@ -179,9 +186,9 @@ class Supervisor:
                     await asyncio.get_running_loop().create_future()
                 await self.drains.abandon()
                 await self._after(failure)
-            await self._settle()
-            await self._retire()
-            finished = True
+            end = await self._ended_well()
+            retired = end.frees
+            return end
         except RestartBudgetError:
             await self._emergency.without_trainers()
             raise
@@ -193,7 +200,7 @@ class Supervisor:
             await self.trainers.kill_all()
             self.trainers.end_hosts()
             await self._put_status(STATUS_SECONDS, ended=True)
-            await self.coordinator.close(release=not finished)
+            await self.coordinator.close(release=not retired)
 
     async def _write_status(self) -> None:
         """Keep the summary in the state folder.  A disk that hangs or is full costs only that."""
@@ -213,7 +220,8 @@ class Supervisor:
             await in_thread(write, seconds)
 
     async def _run_incarnation(self) -> Failure | None:
-        """One incarnation; None when training has finished."""
+        """One incarnation; None when all ranks have exited with 0."""
+        self._said.begin_incarnation()
         try:
             return await self._recover_and_train()
         except NoSpareError as error:
@@ -372,6 +380,42 @@ class Supervisor:
             if older > record.incarnation:
                 self.state.update(incarnation=older)
 
+    async def _ended_well(self) -> End:
+        """Free the memory of a job whose plan is done; drain or keep what others continue from."""
+        committed, settings = self.coordinator.committed, self.spec.settings
+        places = settings.drain_dir is not None or settings.keep_minutes > 0
+        holds = committed is not None and places
+        end = judge(self._said.finished, holds=holds, frees=self.spec.free_on_exit)
+        if end is End.FINISHED:
+            await self._settle()
+            await self._retire("training finished; the memory is free again")
+            return end
+        if self.evacuations.stopping:
+            # Trainers got the same SIGTERM; the last drain needs none, and cancels this.
+            await asyncio.get_running_loop().create_future()
+        text = describe(end, committed)
+        if committed is not None and settings.drain_dir is not None:
+            await self.drains.abandon()
+            await self._emergency.without_trainers("training has ended")
+            durable = self.coordinator.durable
+            if durable is not None and durable[0] >= committed[0]:
+                text += " is on disk"
+                end = End.DRAINED if end is End.UNKNOWN else end
+        if end is End.DRAINED:
+            free = "the memory is free; the same command resumes from there"
+            await self._retire(f"{text}, {free}; {HOW_TO_FREE}")
+        elif end is End.UNKNOWN:
+            await self._keep(text)
+        self.end_text = text
+        return end
+
+    async def _keep(self, text: str) -> None:
+        """Leave memory to the SMPs, which free it in time; a start after that begins anew."""
+        seconds = 60 * (self.spec.settings.keep_minutes or KEEP_MINUTES)
+        self.state.update(committed=False)
+        then = f"stays in memory for {seconds:g} s, in which the same command resumes from there"
+        await self._retire(f"{text} {then}; {HOW_TO_FREE}", seconds)
+
     async def _settle(self) -> None:
         """Let the last drain of a finished job end; it is given up if an SMP ends before it."""
         try:
@@ -379,16 +423,16 @@ class Supervisor:
         except ControlPlaneError as error:
             self.observers.emit("drain_failed", f"the last drain is given up: {error}")
 
-    async def _retire(self) -> None:
-        """Free the memory of a finished job.  A node that does not answer spoils nothing."""
-        request = m.Retire(self.coordinator.incarnation, remove_arenas=True)
+    async def _retire(self, text: str, seconds: float = 0.0) -> None:
+        """Free the memory of a job that has ended.  A node that does not answer spoils nothing."""
+        request = m.Retire(self.coordinator.incarnation, remove_arenas=True, seconds=seconds)
         try:
             await self.coordinator.ask_all({node: request for node in self.coordinator.links})
         except MegatronFTError as error:
             self.observers.emit(
                 "not_freed", f"memory may be left behind, `megatron-ft clean` frees it: {error}"
             )
-        self.observers.emit("finished", "training finished; the memory is free again")
+        self.observers.emit("finished", text)
 
     def _note_commit(self, event: JobEvent) -> None:
         """Note the first commit; a start from nothing loses work then, so it must be asked for.
@@ -407,6 +451,7 @@ class Supervisor:
 EXIT_INTERRUPTED = 130
 EXIT_DRAINED = 13
 EXIT_NOT_DRAINED = 14
+EXIT_CONTINUE = 15
 
 SAME_REQUEST_SECONDS = 2.0
 """scancel signals all processes of a batch step, and the batch script passes its signal on."""
@@ -415,7 +460,7 @@ SAME_REQUEST_SECONDS = 2.0
 class Stop:
     """Ends ``run``, the task of a supervisor.  ``code`` is the exit code once it has ended."""
 
-    def __init__(self, supervisor: Supervisor, run: asyncio.Future[None]) -> None:
+    def __init__(self, supervisor: Supervisor, run: asyncio.Future[End]) -> None:
         self.code = EXIT_INTERRUPTED
         self._supervisor, self._run = supervisor, run
         self._drain: asyncio.Task[None] | None = None

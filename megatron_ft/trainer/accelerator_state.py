@@ -100,9 +100,12 @@ class InMemoryState:
             self._manager.report_loss(loss)
         self._manager.save(self._progress.step, self._state)
 
-    def close(self) -> None:
-        """Wait for a running capture, and leave the job; call it at the end of training."""
-        self._manager.close()
+    def close(self, *, finished: bool | None = None) -> None:
+        """Wait for a running capture, and leave the job; call it at the end of training.
+
+        ``finished`` is whether the program's plan is done, as of ``SnapshotManager.close``.
+        """
+        self._manager.close(finished=finished)
 
     def _known(self) -> list[int]:
         one = self._accelerator

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -120,12 +121,22 @@ def _close_all() -> None:
 on_teardown(_close_all)
 
 
+def _say_ends() -> None:
+    for manager in list(_open):
+        manager.say_end()
+
+
+# For scripts that end without `close`.
+atexit.register(_say_ends)
+
+
 class SnapshotManager:
     """Takes snapshots of one trainer rank's state into host memory, and restores them.
 
     Calling sequence: ``load`` once before training; ``save`` at the end of every
     iteration (it captures only where the job agreed to, and skips otherwise); the
     optimizer steps inside ``fence()``, or ``register_fence(optimizer)`` once; ``close``.
+    With ``last``, the iteration with which training ends, an earlier end is no end: see ``close``.
     All calls come from the training thread.  After start-up no call raises because of a
     snapshot: what fails is warned of, counted in ``stats`` and reported to the SMP.
 
@@ -142,6 +153,7 @@ class SnapshotManager:
         coordinates: tuple[int, ...] = (),
         replicated: Mapping[str, Any] | None = None,
         rank_rule: RankRule | None = None,
+        last: int = 0,
         client: TrainerClient | None = None,
         copier: Copier | None = None,
     ) -> None:
@@ -154,6 +166,7 @@ class SnapshotManager:
         rank the same whole.
         Leave out what is only nearly equal, or restored ranks continue from a mixture.
         ``rank_rule`` says with how many ranks the program could resume from a checkpoint.
+        ``last`` is the iteration with which training ends (0: the setting last_iteration).
         Raises NotUnderSupervisorError outside ``megatron-ft run`` unless ``client`` is given.
         """
         self.config = config or SnapshotConfig.from_env()
@@ -170,6 +183,8 @@ class SnapshotManager:
         self._capture = Capture(self._client, self.config, self.stats, self._warn)
         self._hooks: list[Any] = []
         self._registered: _Registered | None = None
+        self._last, self._reached = last or self.config.last_iteration, -1
+        self._said_end = False
         _open.add(self)
 
     @property
@@ -206,6 +221,7 @@ class SnapshotManager:
         what ``prepare`` can raise.
         """
         offer = self._pending.get()
+        self._reached = 0 if offer is None else offer.iteration
         if offer is None:
             logger.info("rank %d (%s): no snapshot to load", self.rank, self.shard_id)
             return 0
@@ -271,6 +287,7 @@ class SnapshotManager:
         """
         if not self._capture.is_open:
             self.prepare(state)
+        self._reached = iteration
         try:
             seconds = self.watch.iteration_ended(iteration)
             return self._capture.end_iteration(
@@ -322,11 +339,16 @@ class SnapshotManager:
         self._hooks.append(handle)
         return handle
 
-    def close(self, *, at_once: bool = False) -> None:
+    def close(self, *, finished: bool | None = None, at_once: bool = False) -> None:
         """Let a running capture end, then unmap the arena and leave the SMP.
 
+        ``finished`` is whether the program's plan is done.  By default it is once the last
+        iteration has been saved, and not known without a ``last``.  After an earlier end, or an
+        unknown one, the job's memory is drained or kept, and the next start resumes.
         ``at_once``: give the capture up.  A second call does nothing.
         """
+        if not at_once:
+            self.say_end(finished)
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
@@ -338,6 +360,15 @@ class SnapshotManager:
             self._client.close()
         # Last: the teardown closes again what an interruption has left.
         _open.discard(self)
+
+    def say_end(self, finished: bool | None = None) -> None:
+        """Report, once, whether the plan is done, as far as that is known; as ``close`` does."""
+        if finished is None and self._last > 0:
+            finished = self._reached >= self._last
+        if finished is None or self._said_end or self not in _open or not self._client.shard_id:
+            return
+        self._said_end = True
+        self._client.ending(self._reached, finished)
 
     def _warn_of_clients(self) -> None:
         """A library's own state is in a snapshot only if the mapping has it."""

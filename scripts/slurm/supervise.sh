@@ -16,6 +16,7 @@
 : "${RANKS_PER_NODE:=1}"
 : "${PROTECT:=}"
 : "${AFTER_TERM:=requeue}"
+: "${AFTER_EXIT:=stop}"
 : "${ON_NO_SPARE:=requeue}"
 : "${QUEUE_SECONDS:=120}"
 : "${MAX_REQUEUES:=100}"
@@ -43,6 +44,7 @@ one_of() {
     exit 2
 }
 one_of AFTER_TERM "$AFTER_TERM" requeue stop
+one_of AFTER_EXIT "$AFTER_EXIT" requeue stop
 one_of ON_NO_SPARE "$ON_NO_SPARE" requeue stop hold shrink auto
 if ! [[ "$MAX_REQUEUES" =~ ^[0-9]+$ ]]; then
     echo "megatron-ft: MAX_REQUEUES is '$MAX_REQUEUES'; give a whole number >= 0" >&2
@@ -248,7 +250,9 @@ go_on() {
     elif [ -n "$1" ]; then
         echo "megatron-ft: $1: the next task of array $SLURM_ARRAY_JOB_ID resumes, if there is one"
         # What is not on disk may at best be found by a task on the same nodes.
-        [ "$code" -ne 14 ] || exit "$code"
+        case "$code" in
+            14 | 15) exit "$code" ;;
+        esac
     else
         scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"
     fi
@@ -275,6 +279,8 @@ supervise() {
     case "$code" in
         13 | 14) [ "$AFTER_TERM" != requeue ] || reason="told to stop" ;;
         11) [ "$ON_NO_SPARE" = stop ] || reason="no spare is left" ;;
+        # The tasks of an array are there to continue.
+        15) [ "$AFTER_EXIT${SLURM_ARRAY_JOB_ID:-}" = stop ] || reason="training stopped itself" ;;
     esac
     [ -z "$stop_for_good" ] && ! too_short || reason=""
     go_on "$reason"

@@ -206,7 +206,7 @@ def main() -> None:
     for iteration in range(first + 1, int(sys.argv[1]) + 1):
         training.iterate(iteration)
         snapshots.save(iteration, state)
-    snapshots.close()
+    snapshots.close(finished=True)
     dist.destroy_process_group()
 
 

@@ -117,7 +117,7 @@ def main() -> None:
         # Nothing waits for an iteration any more once the test has let go of the last one.
         time.sleep(0.0 if gate.exists() else options.seconds)
     torch.save((state.start, state.vector, state.momentum), options.folder / f"end-{rank}-{ranks}")
-    snapshots.close()
+    snapshots.close(finished=True)
 
 
 def note(path: Path, iteration: int, share: tuple[int, int]) -> None:

@@ -53,7 +53,7 @@ def main(
             snapshots.save(number, state)
             lines.write(json.dumps([number, time.monotonic(), snapshots.stats.stall_seconds]))
             lines.write("\n")
-    snapshots.close()
+    snapshots.close(finished=True)
 
 
 if __name__ == "__main__":

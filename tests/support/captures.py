@@ -44,6 +44,7 @@ class FakeSmp:
     declines: list[tuple[SnapshotId, str, int]] = field(default_factory=list)
     corrupt_calls: list[tuple[SnapshotId, int]] = field(default_factory=list)
     costs: list[tuple[SnapshotId, float, float, int]] = field(default_factory=list)
+    endings: list[tuple[int, bool]] = field(default_factory=list)
     slots: dict[SnapshotId, int] = field(default_factory=dict)
     begun: list[SnapshotId] = field(default_factory=list)
     gives: bool = True
@@ -158,6 +159,10 @@ class FakeSmp:
     def restored(self, snapshot: SnapshotId) -> None:
         """Keep the call."""
         self.restored_calls.append(snapshot)
+
+    def ending(self, iteration: int, finished: bool) -> None:
+        """Keep what was said."""
+        self.endings.append((iteration, finished))
 
     def close(self) -> None:
         """A trainer left; the arena stays."""

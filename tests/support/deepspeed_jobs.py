@@ -20,7 +20,12 @@ from tests.support import traced_script
 from tests.support.jobs import DEEPSPEED_EXAMPLE, ROOT, Job, run_alone
 
 ITERATIONS = 16
-SECTION = {"enabled": True, "follows_engine": True, "snapshot_interval": 2}
+SECTION = {
+    "enabled": True,
+    "follows_engine": True,
+    "snapshot_interval": 2,
+    "last_iteration": ITERATIONS,
+}
 
 
 @dataclass(frozen=True)

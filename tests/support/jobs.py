@@ -25,6 +25,7 @@ from megatron_ft.launchers.launcher import Placement
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.returning import ReturningHosts
 from megatron_ft.launchers.world import WorldProcess
+from megatron_ft.supervisor.ends import End
 from megatron_ft.supervisor.event_log import EVENTS, EventLog
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.failures import RestartBudget
@@ -153,6 +154,8 @@ class Job:
     width: int = 64
     iteration_seconds: float = 0.05
     from_scratch: bool = False
+    free_on_exit: bool = False
+    keep_minutes: float = SnapshotConfig().keep_minutes
     checkpoint_dir: Path | None = None
     slots: int = 2
     block_bytes: int = BLOCK_BYTES
@@ -206,6 +209,7 @@ class Job:
         self.cluster = WarmCluster(*given, gate=gate, own_hosts=self.own_hosts)
         self.supervisor: Supervisor
         self.stop: Stop
+        self.end: End
         self.gate: Path | None = None
         self.failed_fault: Exception | None = None
 
@@ -236,6 +240,7 @@ class Job:
             settings=self.settings(),
             block_bytes=self.block_bytes,
             from_scratch=self.from_scratch,
+            free_on_exit=self.free_on_exit,
             log_dir=self.folder / "logs",
             environment={**self.environment, **self._gate_variable()},
             own_timing=self.timing,
@@ -287,7 +292,7 @@ class Job:
                 # Without its faults the job may never end.
                 task.add_done_callback(lambda t: run.cancel() if _failed(t) else None)
             try:
-                await run
+                self.end = await run
             except asyncio.CancelledError:
                 for task in filter(_failed, tasks):
                     task.result()

@@ -116,7 +116,7 @@ def train(options: argparse.Namespace, trace: Trace) -> None:
             snapshots.save(iteration, followed)
         time.sleep(max(0.0, started + options.seconds - time.monotonic()))
     if snapshots is not None:
-        snapshots.close()
+        snapshots.close(finished=True)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ GIVEN = {
     "--drain-dir": "/data/drains",
     "--drain-interval": "7",
     "--drain-minutes": "8.5",
+    "--keep-minutes": "2.5",
     "--drain-keep": "5",
     "--drain-bandwidth-mib": "12.0",
     "--drain-export-dir": "/data/exports",
