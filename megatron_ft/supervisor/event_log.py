@@ -14,9 +14,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+
+import msgspec
 
 from megatron_ft.core import private_files
+from megatron_ft.core.errors import UNREADABLE
 from megatron_ft.supervisor.events import JobEvent
 
 if TYPE_CHECKING:
@@ -118,21 +121,48 @@ def read_events(path: Path) -> RecordedEvents:
     )
 
 
-_KEYS: Mapping[str, type | tuple[type, ...]] = {
-    "time": (int, float),
-    "at": (int, float),
-    "job": str,
-    "kind": str,
-    "text": str,
-}
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+_Count = Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)]
+
+
+class _Known(msgspec.Struct):
+    """The fields that readers rely on: those of every line, then those of some kinds."""
+
+    time: _Seconds
+    at: _Seconds
+    job: str
+    kind: str
+    text: str
+    incarnation: _Count = 0
+    iteration: _Count = -1
+    reached: _Count = -1
+    rank: _Count = -1
+    iterations_lost: _Count | None = None
+    asked: bool = False
+    node: str = ""
+    cause: str = ""
+    source: str = ""
+    verdict: str = ""
+    level: str = ""
+    ago: _Seconds = 0
+    stall: _Seconds = 0
+    seconds: _Seconds = 0
+    detect: _Seconds = 0
+    kill: _Seconds = 0
+    decide: _Seconds = 0
+    rebuild: _Seconds = 0
+    start: _Seconds = 0
+    iterate: _Seconds = 0
 
 
 def _event(line: bytes) -> RecordedEvent | None:
+    """The event of a line, None if it is none: damaged, or with a value that cannot be."""
     try:
-        event = json.loads(line)
-    except ValueError:
+        # Python writes and reads NaN and infinity, which are no JSON; no reader expects them.
+        event = json.loads(line, parse_constant=lambda name: None)
+        msgspec.convert(event, _Known)
+        if b"\\u" in line:
+            json.dumps(event, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    except (ValueError, *UNREADABLE):
         return None
-    if not isinstance(event, dict):
-        return None
-    known = all(isinstance(event.get(key), kind) for key, kind in _KEYS.items())
-    return event if known else None
+    return cast(RecordedEvent, event)

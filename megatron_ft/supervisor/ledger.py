@@ -188,6 +188,10 @@ class _Writer:
         self._reached, self._wait, self._supervised = -1, 0.0, False
         self._trained: int | None = None
         """Index of the span of training that ended last."""
+        self._open: Incident | None = None
+        """The incident after which training has not continued yet."""
+        self._behind: Incident | None = None
+        """The one after which training makes again what was lost; others never change."""
 
     def take(self, at: float, event: RecordedEvent) -> None:
         """Account for the time up to an event."""
@@ -200,7 +204,7 @@ class _Writer:
             begins = REDONE
         now = at
         # Both are recorded a little later than they happen.
-        at = max(self._since, at - event["ago"]) if kind in (CAUGHT_UP, ENDED) else at
+        at = max(self._since, at - event.get("ago", 0.0)) if kind in (CAUGHT_UP, ENDED) else at
         if self._category == IDLE and begins is not None:
             at = self._end_wait(at)
         self._cut(at, event, begins or self._category)
@@ -230,32 +234,39 @@ class _Writer:
 
     def _note(self, at: float, event: RecordedEvent) -> None:
         """Keep what later events are judged by."""
-        kind, incidents = event["kind"], self.ledger.incidents
+        kind, one = event["kind"], self._open
         self._reached = max(self._reached, event.get("reached", -1))
         if kind in ("committed", "aborted", "dropped"):
             self.ledger.stalls.append((at, event.get("stall", 0.0)))
         elif kind == "backoff":
             self._wait = event.get("seconds", 0.0)
         elif kind == ENDED:
-            self._trained = len(self.ledger.spans) - 1
+            self._trained, self._behind = len(self.ledger.spans) - 1, None
             if not event.get("asked"):
-                incidents.append(_incident(at, event))
-        elif kind == AUTOPSY and incidents and event.get("rank", -1) >= 0:
-            incidents[-1].kind = event.get("verdict", "")
-            incidents[-1].node, incidents[-1].text = event.get("node", ""), event["text"]
-        elif kind == "node_lost" and incidents and not incidents[-1].down:
+                self._open = _incident(at, event)
+                self.ledger.incidents.append(self._open)
+        elif kind == CAUGHT_UP and self._behind is not None:
+            self._behind.redone, self._behind = self.ledger.spans[-1].seconds, None
+        elif one is not None:
+            self._note_recovery(one, at, event)
+        if kind == "recovered" and self._trained is not None:
+            self._move_detection(event.get("detect", 0.0))
+
+    def _note_recovery(self, one: Incident, at: float, event: RecordedEvent) -> None:
+        """Complete an incident until training continues."""
+        kind = event["kind"]
+        if kind == AUTOPSY and event.get("rank", -1) >= 0:
+            one.kind, one.node = event.get("verdict", ""), event.get("node", "")
+            one.text = event["text"]
+        elif kind == "node_lost":
             # Its processes end one after the other; any of them may be the first to be missed.
-            incidents[-1].kind, incidents[-1].node = NODE, event.get("node", "")
-        elif kind == "restoring" and incidents:
-            one = incidents[-1]
+            one.kind, one.node = NODE, event.get("node", "")
+        elif kind == "restoring":
             one.iteration, one.source = event.get("iteration", -1), event.get("source", "")
             one.lost = event.get("iterations_lost") or 0
-        elif kind == "training" and incidents and not incidents[-1].down:
-            incidents[-1].down = at - incidents[-1].at
-        elif kind == CAUGHT_UP and incidents:
-            incidents[-1].redone = self.ledger.spans[-1].seconds
-        elif kind == "recovered" and self._trained is not None:
-            self._move_detection(event.get("detect", 0.0))
+        elif kind == "training":
+            one.down = at - one.at
+            self._open, self._behind = None, one
 
     def _move_detection(self, seconds: float) -> None:
         """The last seconds of the training that a fault ended were none: nobody knew of it."""

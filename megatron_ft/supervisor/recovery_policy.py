@@ -7,11 +7,13 @@ events; what follows from them is pure (recovery_cost.py).
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from megatron_ft.core.errors import UntrustedFileError
 from megatron_ft.core.identity import CHEAPEST, HOLD, SHRINK, STOP
 from megatron_ft.launchers.returning import ReturningHosts
 from megatron_ft.launchers.slurm.allocation import ReplacementHosts
@@ -24,6 +26,8 @@ from megatron_ft.supervisor.ledger import ENDED, SUPERVISING, timeline
 from megatron_ft.supervisor.membership import Membership, NoSpareError
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
 from megatron_ft.supervisor.spec import JobSpec
+
+log = logging.getLogger(__name__)
 
 HORIZON_SECONDS = 86400.0
 """Time that a job without a time limit is taken to have left."""
@@ -60,8 +64,7 @@ class NoSparePolicy:
         self.way = self._spec.settings.on_no_spare
         if self.way != CHEAPEST:
             return
-        events = await asyncio.to_thread(read_events, self._state.folder / EVENTS)
-        times = MeasuredTimes(events.events, self._unasked)
+        times = MeasuredTimes(await asyncio.to_thread(self._events), self._unasked)
         estimates = self._estimates(times, await self._left())
         figures = await self._figures(lack, estimates)
         ways = cost.alternatives(figures)
@@ -75,6 +78,14 @@ class NoSparePolicy:
             impossible={w.way: w.why_not for w in ways if w.why_not},
             figures={name: one._asdict() for name, one in estimates.items()},
         )
+
+    def _events(self) -> Sequence[RecordedEvent]:
+        """What is recorded; a file that cannot be read costs measured times, never a recovery."""
+        try:
+            return read_events(self._state.folder / EVENTS).events
+        except (OSError, UntrustedFileError) as error:
+            log.warning("defaults count instead of measured times: %s", error)
+            return ()
 
     async def _left(self) -> Estimate:
         """Time until the job's end: as Slurm says now, unless the user has set a limit."""

@@ -180,3 +180,38 @@ def test_categories_add_up_to_the_wall_time(told: list[tuple[str, float, bool]])
     assert all(seconds >= 0 for seconds in found.seconds().values())
     assert found.seconds().keys() == CATEGORIES.keys()
     assert all(a.stop == b.start for a, b in zip(found.spans, found.spans[1:], strict=False))
+
+
+def test_an_evacuation_leaves_the_incident_before_it_as_it_was() -> None:
+    moved = {"asked": True, "cause": "", "reached": 30, "ago": 0.0}
+    before = [*begun(), ended(20), *again(20), event(28, "caught_up", 2, ago=0.5)]
+    evacuated = event(40, "restoring", 3, iteration=99, source="own memory", iterations_lost=0)
+    after = [
+        event(39, "incarnation_ended", 2, **moved),
+        evacuated,
+        event(41, "trainers_started", 3),
+        event(42, "training", 3, iteration=99),
+        event(43, "caught_up", 3, ago=0.1),
+        event(43.5, "autopsy", 3, rank=1, node="n9", verdict="hang"),
+    ]
+    assert ledger([*before, *after]).incidents == ledger(before).incidents
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted({*KINDS, "autopsy", "node_lost"})), st.booleans())),
+    st.integers(0, 40),
+)
+def test_closed_incidents_never_change(told: list[tuple[str, bool]], cut: int) -> None:
+    """Once another incarnation has ended, whether asked or not, those before it are history."""
+    more = {"autopsy": {"rank": 1, "node": "n7", "verdict": "x"}, "node_lost": {"node": "n8"}}
+    events = begun()
+    for number, (kind, asked) in enumerate(told):
+        given = {**KINDS, **more}[kind]
+        own = {"asked": asked} if kind == "incarnation_ended" else {}
+        own |= {"source": f"s{number}"} if kind == "restoring" else {}
+        events.append(event(5.0 + number, kind, **{**given, **own}))
+    part = events[: 3 + cut]
+    while part and part[-1]["kind"] != "incarnation_ended":
+        part.pop()
+    closed = [one for one in ledger(part).incidents if one.down]
+    assert ledger(events).incidents[: len(closed)] == closed
