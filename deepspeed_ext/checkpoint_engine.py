@@ -26,7 +26,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
 
 from megatron_ft.checkpoint.disk_format import DiskCalls
 from megatron_ft.checkpoint.native import LATEST
-from megatron_ft.core.errors import CheckpointSaveError, ControlPlaneError
+from megatron_ft.core.errors import CheckpointSaveError, ControlPlaneError, explain
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
@@ -164,7 +164,7 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             yield
         except BaseException as error:
             if self._awaited:
-                self._agreement.leave(_text(error))
+                self._agreement.leave(explain(error))
             raise
         finally:
             self._end()
@@ -233,7 +233,7 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Raise what failed here or, if others wait for it, on any rank."""
         own = self._failure
         where = f"checkpoint {info.tag!r} in {info.save_dir}"
-        failures = {-1: _text(own)} if own else {}
+        failures = {-1: explain(own)} if own else {}
         try:
             if self._awaited:
                 failures = self._agreement.meet(f"of {where} {subject}", failures.get(-1, ""))
@@ -268,7 +268,3 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _write_latest(self, info: CheckpointCommitInfo) -> None:
         DiskCalls().write_file(Path(info.save_dir, LATEST), [info.tag.encode()])
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

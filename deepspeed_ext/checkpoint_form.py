@@ -21,7 +21,7 @@ from deepspeed_ext.logical_map import MASTER, ParameterNames, places
 from deepspeed_ext.optimizers.view import OptimizerView
 from megatron_ft.checkpoint import export as form
 from megatron_ft.checkpoint.export import CheckpointForm, TensorRecipe
-from megatron_ft.core.errors import ExportError
+from megatron_ft.core.errors import ExportError, explain
 from megatron_ft.core.shard import LogicalPlace
 from megatron_ft.trainer.addresses import AddressBook, TensorWindow
 from megatron_ft.trainer.plan import dtype_name
@@ -129,7 +129,7 @@ class RankDescription:
             self.places = places(engine, view, captured)
             state = describe(engine, view, captured)
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
+            problem = explain(error)
             logger.warning("snapshots of this run cannot be exported: %s", problem)
         self.form = CheckpointForm(
             framework=FRAMEWORK,

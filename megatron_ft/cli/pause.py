@@ -16,7 +16,7 @@ from megatron_ft.rpc.local_query import ask, sockets
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-ft pause`` and ``megatron-ft resume``."""
     common.add_job_name(parser)
-    common.add_argument(parser)
+    common.add_folders(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

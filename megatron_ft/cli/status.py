@@ -231,7 +231,9 @@ def _scrub_line(job: dict[str, Any]) -> str:
     """Counts of the scrubs of all nodes together."""
     views = [view["scrub"] for view in job["nodes"].values() if "scrub" in view]
     total = {name: sum(view[name] for view in views) for name in m.ScrubCounts.__struct_fields__}
-    least = min((view["passes"] for view in views), default=0)
+    # A node without a shard, as a spare, has nothing to read and counts no pass.
+    holding = [view for view in job["nodes"].values() if view.get("shards") and "scrub" in view]
+    least = min((view["scrub"]["passes"] for view in holding), default=0)
     damaged = job["summary"].get("damaged_shards", 0)
     return (
         f"scrub: {least} passes, {total['bytes_read'] / 2**30:.2f} GiB read, "

@@ -8,6 +8,21 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors of decoding damaged bytes, which may be no UTF-8 or nested deeper than the stack."""
 
 
+def explain(error: BaseException) -> str:
+    """An error of somebody else's code in one line: its class, its text, or its place without one.
+
+    ``assert`` and errors of C++ come without a text.
+    """
+    text = str(error) or "no reason given"
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if not str(error) and trace is not None:
+        code = trace.tb_frame.f_code
+        text = f"in {code.co_name} ({code.co_filename}:{trace.tb_lineno})"
+    return f"{type(error).__name__}: {text}"
+
+
 class MegatronFTError(Exception):
     """Root of all errors that this package raises on purpose."""
 

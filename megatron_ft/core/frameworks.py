@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import platform
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -29,6 +31,18 @@ class Releases(NamedTuple):
 
 MEGATRON = Releases("Megatron", "megatron-core", (0, 17), "megatron-core 0.17.1, 0.18.2 and 0.19.2")
 DEEPSPEED = Releases("DeepSpeed", "deepspeed", (0, 18, 1), "deepspeed 0.18.9 and 0.19.8")
+
+
+_NOTED = {"torch": "torch", "megatron.core": "megatron-core", "deepspeed": "deepspeed"}
+"""Modules whose versions are kept with the evidence of a failure, and their distributions."""
+
+
+def imported_versions() -> dict[str, str]:
+    """Versions of this Python and of what it has imported, as the modules themselves say."""
+    modules = {module: sys.modules.get(module) for module in _NOTED}
+    found = {name: getattr(modules[module], "__version__", "") for module, name in _NOTED.items()}
+    versions = {name: str(version) for name, version in found.items() if version}
+    return {"python": platform.python_version(), **versions}
 
 
 class Required(NamedTuple):

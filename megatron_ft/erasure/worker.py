@@ -17,7 +17,7 @@ from uuid import UUID
 
 from megatron_ft.core.background import lower_priority
 from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.core.errors import ControlPlaneError, LayoutMismatchError
+from megatron_ft.core.errors import ControlPlaneError, LayoutMismatchError, explain
 from megatron_ft.erasure.member import CorruptMemberError
 from megatron_ft.erasure.orders import Order, OrderRunner
 from megatron_ft.erasure.transport import Transport
@@ -87,7 +87,7 @@ def _carry_out(runner: OrderRunner, order: Order, smp: Connection) -> None:
     except BaseException as error:
         corrupt = error.shard_id if isinstance(error, CorruptMemberError) else ""
         unfit = LayoutMismatchError.__name__ if isinstance(error, LayoutMismatchError) else ""
-        reason = str(error) if unfit else f"{type(error).__name__}: {error}"
+        reason = str(error) if unfit else explain(error)
         smp.send(OrderFailed(order.snapshot, order.world, reason, corrupt, unfit))
         raise
 

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from megatron_ft.checkpoint.export import CheckpointForm, TensorRecipe, dump_form
-from megatron_ft.core.errors import ExportError
+from megatron_ft.core.errors import ExportError, explain
 from megatron_ft.core.shard import LogicalPlace, Piece, row_major
 from megatron_ft.megatron import save_form
 from megatron_ft.megatron.optimizer import MAIN, WEIGHT, Master, is_distributed, optimizer_parts
@@ -296,7 +296,7 @@ class _Finder:
 
     def find(self, key: str, data: torch.Tensor) -> TensorRecipe:
         if data.is_meta:
-            return self._find_gathered(data)
+            return self._find_gathered(key, data)
         window = self._captured.find(data.detach())
         if window is not None:
             return TensorRecipe(window.name, dtype_name(data.dtype), *_geometry(window))
@@ -310,7 +310,13 @@ class _Finder:
         place = place_of(self._pieces[window.name])
         return TensorRecipe(name, dtype_name(dtype), *_geometry(window), place)
 
-    def _find_gathered(self, data: torch.Tensor) -> TensorRecipe:
+    def _find_gathered(self, key: str, data: torch.Tensor) -> TensorRecipe:
+        if meta_key(data) not in self._gathered:
+            raise ExportError(
+                f"Megatron joins {key} from several padded gradient buckets "
+                "(--dist-ckpt-optim-fully-reshardable), and what it saves then it does not load "
+                "right itself: train without this flag, or with fewer buckets"
+            )
         buffer, kind = self._gathered[meta_key(data)]
         position = data.storage_offset()
         for parameter, (start, end, *_) in buffer.param_index_map.items():
@@ -380,7 +386,7 @@ class Description:
             self.places = _places(pieces, optimizer, tensors)
             state = describe(saved, tensors, pieces)
         except Exception as error:
-            self.problem = f"{type(error).__name__}: {error}"
+            self.problem = explain(error)
             logger.warning("snapshots of this run cannot be exported: %s", self.problem)
         rank = torch.distributed.get_rank()
         self.form = CheckpointForm(

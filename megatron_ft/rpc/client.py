@@ -18,6 +18,7 @@ import zmq
 
 from megatron_ft.core.environment import ProcessEnvironment, start_kind
 from megatron_ft.core.errors import ControlPlaneError, error_class
+from megatron_ft.core.frameworks import imported_versions
 from megatron_ft.core.identity import RankRule, SealedRecord, SnapshotId
 from megatron_ft.core.procfs import pid_namespace
 from megatron_ft.rpc import messages as m
@@ -104,6 +105,7 @@ class TrainerClient:
             incarnation=self._environment.incarnation,
             pid_namespace=pid_namespace(),
             start=start_kind(),
+            versions=imported_versions(),
         )
         welcome = self._ask(message, m.Welcome, HELLO_TIMEOUT_SECONDS)
         assert isinstance(welcome, m.Welcome)

@@ -70,6 +70,7 @@ class Hello(Message, frozen=True):
 
     ``coordinates`` are its model-parallel coordinates without the data-parallel one;
     ``pid_namespace`` is where ``pid`` holds, 0 if that is not known; ``start`` is how it came up.
+    ``versions`` are those of the packages that it has imported, for evidence.
     """
 
     pid: Pid
@@ -80,6 +81,7 @@ class Hello(Message, frozen=True):
     incarnation: Count
     pid_namespace: Count = 0
     start: StartKind = "cold"
+    versions: dict[str, str] = {}
 
 
 class Welcome(Message, frozen=True):
@@ -222,10 +224,7 @@ class Declined(Message, frozen=True):
 
 
 class Ending(Message, frozen=True):
-    """The trainer leaves; ``finished`` is whether its program's plan is done.  Answered with Noted.
-
-    ``iteration`` is the last one that it has ended, or restored.
-    """
+    """A trainer leaves after ``iteration``; is its program's plan done?  Answered with Noted."""
 
     shard_id: ShardId
     iteration: Iteration

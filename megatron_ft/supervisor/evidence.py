@@ -26,6 +26,7 @@ import msgspec
 from megatron_ft.core import private_files
 from megatron_ft.core.errors import UNREADABLE, ConfigError
 from megatron_ft.core.process_tools import in_thread, log_size, tail
+from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.heartbeat_page import TrainerPhase
 from megatron_ft.supervisor.autopsy import (
     Autopsy,
@@ -89,7 +90,9 @@ class EvidenceKeeper:
         self._seen: _Seen | None = None
         self._hang: JobEvent | None = None
         self._started = False
+        self._versions: dict[str, str] = {}
         coordinator.observers.add(self._note)
+        coordinator.listeners.append(self._note_versions)
 
     def _note(self, event: JobEvent) -> None:
         self._events.append(event)
@@ -97,6 +100,11 @@ class EvidenceKeeper:
             self._started, self._hang = True, None
         if event.kind == "hang":
             self._hang = event
+
+    def _note_versions(self, event: m.NodeEvent) -> None:
+        """Trainers say what they have imported: this process may find other releases."""
+        if isinstance(event.body, m.Hello) and event.body.versions:
+            self._versions = event.body.versions
 
     async def observe(self) -> None:
         """Record which ranks have ended by themselves, before the supervisor ends the others."""
@@ -204,7 +212,7 @@ class EvidenceKeeper:
             hung=() if hang is None else tuple(hang.fields["ranks"]),
             hang="" if hang is None else hang.text,
             how="" if hang is None else hang.fields["how"],
-            versions=_versions(),
+            versions={**_versions(), **self._versions},
             events=tuple(f"{e.monotonic - now:.2f} s {e.kind}: {e.text}" for e in self._events),
         )
         kept = Kept(judge(evidence), evidence)
@@ -236,11 +244,10 @@ class EvidenceKeeper:
 
 
 def _versions() -> dict[str, str]:
-    """Versions of this Python, the kernel, and the packages that matter and are installed."""
+    """Versions of this Python, the kernel and of ourselves."""
     found = {"python": platform.python_version(), "linux": platform.release()}
-    for name in ("megatron-ft", "torch", "megatron-core", "deepspeed"):
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+    with suppress(metadata.PackageNotFoundError):
+        found["megatron-ft"] = metadata.version("megatron-ft")
     return found
 
 

@@ -191,16 +191,18 @@ class SmpFleet:
         ready = self._launcher.ready_file(node)
         ready = ready.with_name(f"{ready.stem}.{uuid.uuid4().hex[:12]}.json")
         credentials = Credentials(str(record.job), record.secret)
+        log = self._spec.log_dir / f"smp-{node}.log"
+        before = log_size(log)
         handle = self._launcher.start(
             node,
             smp_command(self._launcher.address(node), ready),
             base_environment(),
-            self._spec.log_dir / f"smp-{node}.log",
+            log,
             stdin=msgspec.json.encode(credentials),
         )
         self._handles[node] = handle
         try:
-            endpoint = await self._serving(node, handle, ready)
+            endpoint = await self._serving(node, handle, ready, log, before)
             place = SmpPlace(handle.pid, handle.start_time, endpoint)
             self._state.update(smps={**self._state.record.smps, node: place})
         except BaseException:
@@ -212,21 +214,21 @@ class SmpFleet:
             ready.unlink(missing_ok=True)
         return endpoint
 
-    async def _serving(self, node: str, handle: ProcessHandle, ready: Path) -> str:
-        """Wait for the file that an SMP writes once it serves.
+    async def _serving(
+        self, node: str, handle: ProcessHandle, ready: Path, log: Path, before: int
+    ) -> str:
+        """Wait for the file that an SMP writes once it serves; its ``log`` begins at ``before``.
 
         No event of a file reaches other machines, so it is looked at.
         """
-        log = self._spec.log_dir / f"smp-{node}.log"
         for _ in range(int(SMP_START_SECONDS / 0.05)):
             if private_files.is_there(ready):
                 return msgspec.json.decode(private_files.read_file(ready), type=Ready).endpoint
             if not handle.alive():
                 if not self._launcher.reachable(node):
                     raise NodeUnreachable(f"node {node} was lost while its SMP started")
-                raise ControlPlaneError(
-                    f"the SMP of node {node} ended at its start; {log} says: {last_word(log)}"
-                )
+                said = f"{log} says: {last_word(log, before)}"
+                raise ControlPlaneError(f"the SMP of node {node} ended at its start; {said}")
             await asyncio.sleep(0.05)
         raise ControlPlaneError(
             f"the SMP of node {node} did not serve within {SMP_START_SECONDS:.0f} s; see {log}"
