@@ -1,8 +1,9 @@
 """Digests: what is taken before a shard counts as sealed, and checked before it is used.
 
 A data region holds tensors, then the small objects ("meta"), then a table with one
-64-bit digest per block of what precedes it, then zeros (docs/reference/arena-format.md).  The
-digest root covers the table and the sealed record, so 32 bytes vouch for everything.
+64-bit digest per block of what precedes it (docs/reference/arena-format.md).  The digest root
+covers the table and the sealed record, so 32 bytes vouch for everything.  What lies behind counts
+as zeros, whatever it is: nobody writes it, and nobody believes it.
 Digests find accidents (memory errors, stray writes, wrong blocks), not forgery: who
 can write an arena can write its digests.
 
@@ -78,7 +79,6 @@ def _bits(block_bytes: int, blocks: int) -> Table:
 
 ALIGNMENT = 64
 ENTRY_BYTES = 8
-_PIECE_WORDS = 1 << 17
 
 Bytes = NDArray[np.uint8]
 
@@ -144,13 +144,10 @@ def seal(
     meta: bytes,
     layout_hash: bytes,
     block_bytes: int,
-    dirty_bytes: int | None = None,
 ) -> SealedRecord:
     """Finish a data region whose first ``tensor_bytes`` bytes are in place.
 
-    Writes meta, the gaps beside it, the digest table and the zeros after it, and
-    returns the record with its root.  ``dirty_bytes``: how far the region may hold
-    something else than zeros from earlier use; None means to its end.
+    Writes meta, the gaps beside it and the digest table, and returns the record with its root.
     ArenaCapacityError, with nothing written, if it does not fit.
     """
     record = _plan(shard_id, snapshot, iteration, tensor_bytes, len(meta), layout_hash, block_bytes)
@@ -163,7 +160,6 @@ def seal(
     _write_meta(data, record, meta)
     table = _table_view(data, record)
     digest_blocks(data[: record.digest_offset], block_bytes, table)
-    data[record.used_bytes : data.size if dirty_bytes is None else dirty_bytes] = 0
     return _with_root(record, digest_root(table, record))
 
 
@@ -297,17 +293,6 @@ def first_meta_block(record: SealedRecord, block_bytes: int) -> int:
 def name_blocks(bad: list[int]) -> str:
     """Numbers of bad blocks for a message, the first 16 of them."""
     return ", ".join(map(str, bad[:16])) + (", ..." if len(bad) > 16 else "")
-
-
-def tail_is_zero(data: Bytes, record: SealedRecord) -> bool:
-    """True if all bytes from ``used_bytes`` to the region's end are zero, as coding assumes."""
-    _check_fits(data, record)
-    start = min(round_up(record.used_bytes, ENTRY_BYTES), data.size)
-    end = start + (data.size - start) // ENTRY_BYTES * ENTRY_BYTES
-    if data[record.used_bytes : start].any() or data[end:].any():
-        return False
-    words = data[start:end].view(np.uint64)
-    return not any(words[at : at + _PIECE_WORDS].any() for at in range(0, words.size, _PIECE_WORDS))
 
 
 def read_meta(data: Bytes, record: SealedRecord) -> bytes:

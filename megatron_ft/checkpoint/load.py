@@ -333,8 +333,6 @@ def fill(
         if used > data.size:
             raise DrainError(f"{path} has room for {data.size} bytes, {reader.path} holds {used}")
         reader.read_into(data[:used])
-        # Parity is computed over the whole slot, and there may be an older snapshot behind it.
-        data[used:] = 0
         return reader.record
 
 

@@ -40,7 +40,7 @@ class Damage:
 class SlotInspector:
     """Checks a sealed slot a few blocks at a time.
 
-    Blocks are numbered through: those of the data region (padding included), then, if
+    Blocks are numbered through: those of the data region with used bytes, then, if
     ``parity`` is set, those of the parity region.  The digest table is copied and
     checked against its root when the inspector is made; what happens to it later shows
     as a wrong block.
@@ -50,7 +50,8 @@ class SlotInspector:
         """Take a member with a record, to which its data is compared."""
         assert member.record is not None, "a slot without a record cannot be inspected"
         self._code, self._member, self._record = code, member, member.record
-        self.data_blocks = code.data_bytes // code.block_bytes
+        used = min(max(self._record.used_bytes, 0), code.data_bytes)
+        self.data_blocks = -(-used // code.block_bytes)
         self.blocks = self.data_blocks + (code.parity_blocks if parity else 0)
         try:
             table = np.frombuffer(digest_table_of(member).tobytes(), np.uint8)
@@ -62,7 +63,7 @@ class SlotInspector:
         """Wrong blocks among [first, stop).
 
         With a damaged digest table nothing is known of the data: the blocks that hold the
-        table are named; of wrong padding the first block is.
+        table are named.
         """
         edge = self.data_blocks
         data = self._bad_data(first, min(stop, edge)) if first < edge else ()

@@ -195,7 +195,7 @@ class StripeCode:
 class MemberView:
     """One member's slot, as arrays over shared memory.
 
-    ``data`` has data_bytes (zero after the record's used_bytes), ``parity``
+    ``data`` has data_bytes (the record's used_bytes, then padding), ``parity``
     parity_members x chunk bytes, ``parity_digests`` one number per block of parity.
     ``record`` is None for a member that has lost its bytes.  ``parity_root`` and
     ``stripe_table`` are what the member stored when the stripe was protected; rebuild
@@ -272,8 +272,8 @@ class Check:
 class DataCheck(Check):
     """A shard's data against its digest table, which is first checked against its root.
 
-    Bytes of the table itself are compared with the table that was exchanged, bytes
-    after it with zero.
+    Bytes of the table itself are compared with the table that was exchanged.  Padding behind it
+    is not looked at, and coded as zeros.
     """
 
     def __init__(self, code: StripeCode, record: SealedRecord, table: Bytes) -> None:
@@ -293,6 +293,19 @@ class DataCheck(Check):
     def bad_blocks(self, offset: int, piece: Bytes) -> list[int]:
         """See Check."""
         return self._bad(offset, piece, self._found(offset, piece))
+
+    def coded(self, offset: int, piece: Bytes, spare: Bytes) -> Bytes:
+        """The piece at ``offset`` as it is coded: in ``spare`` if some of it is padding.
+
+        ``spare`` is as long as the piece, and may be the piece itself.
+        """
+        used = _clip(self._record.used_bytes - offset, piece)
+        if used == piece.nbytes:
+            return piece
+        if spare is not piece:
+            spare[:used] = piece[:used]
+        spare[used:] = 0
+        return spare
 
     def required_digests(self, offset: int, piece: Bytes) -> Digests:
         """Like ``require``; returns the digests of the piece's blocks, which must be whole.
@@ -315,15 +328,15 @@ class DataCheck(Check):
     def _bad(self, offset: int, piece: Bytes, found: Digests) -> list[int]:
         first, covered = offset // self._code.block_bytes, self._covered(offset, piece)
         bad = _differing(found, self._table[first : first + found.size], first)
-        if covered == piece.nbytes or self._tail_matches(offset, piece, covered):
+        if self._table_matches(offset, piece, covered):
             return bad
         return sorted({*bad, (offset + covered) // self._code.block_bytes})
 
-    def _tail_matches(self, offset: int, piece: Bytes, covered: int) -> bool:
+    def _table_matches(self, offset: int, piece: Bytes, covered: int) -> bool:
         in_table = _clip(self._record.used_bytes - offset, piece)
         start = offset + covered - self._record.digest_offset
         part = self._bytes[start : start + in_table - covered] if in_table > covered else ()
-        return np.array_equal(piece[covered:in_table], part) and not piece[in_table:].any()
+        return np.array_equal(piece[covered:in_table], part)
 
 
 class ParityCheck(Check):

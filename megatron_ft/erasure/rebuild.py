@@ -16,14 +16,13 @@ from itertools import product
 
 import numpy as np
 
-from megatron_ft.arena.digest import digest_block, digest_table, tail_is_zero, verify_root
+from megatron_ft.arena.digest import digest_block, digest_table, verify_root
 from megatron_ft.core.errors import UnrecoverableError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SealedRecord
 from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.handshake import agreed_table, introduce
 from megatron_ft.erasure.member import (
-    Check,
     CorruptMemberError,
     DataCheck,
     Digests,
@@ -84,7 +83,7 @@ class RebuildCheck:
             )
 
     def _wrong_data(self, record: SealedRecord) -> int | None:
-        """The first wrong block; the table, and the zeros behind it, are read only now."""
+        """The first wrong block; the table is read only now."""
         data, size = self._member.data, self._code.block_bytes
         if not verify_root(data, record):
             return 0
@@ -93,9 +92,7 @@ class RebuildCheck:
             last = data[record.digest_offset // size * size : record.digest_offset]
             found[-1] = digest_block(last)
         bad = np.flatnonzero(found != digest_table(data, record))
-        if bad.size:
-            return int(bad[0])
-        return None if tail_is_zero(data, record) else record.used_bytes // size
+        return int(bad[0]) if bad.size else None
 
 
 _Checks = tuple[DataCheck, ParityCheck]
@@ -217,6 +214,7 @@ class _Survivor:
         turns = product(range(task.rounds), range(1, self._last_step + 1))
         self._given = Ahead(partial(self._give, *turn) for turn in turns)
         self._solved = spare.sets(2, 0 if self._code.copies_only else len(task.lost))
+        self._copies: list[list[Bytes]] = [[], []]
 
     def run(self) -> None:
         """Solve all rounds; results go out once some of the next round's transfers run."""
@@ -272,27 +270,39 @@ class _Survivor:
         unit = self._task.unit(number, self._own_place)
         if unit is None:
             return
-        symbols = [self._code.layout.symbol(unit.row, n) for n in unit.sources]
-        own = self._own_piece(unit)
-        others = self._set(number)[1 : len(symbols)]
-        pieces = [own, *(_cut(buffer, unit.part) for buffer in others)]
-        for source, symbol, piece in zip(unit.sources, symbols, pieces, strict=True):
-            self._check(source, symbol, unit.part, piece)
-        if not self._code.copies_only:
+        pieces = self._sources(number, unit)
+        if self._code.copies_only:
+            self._copies[number % 2] = pieces * len(self._task.lost)
+        else:
+            symbols = [self._code.layout.symbol(unit.row, n) for n in unit.sources]
             wanted = [self._code.layout.symbol(unit.row, n) for n in self._task.lost]
             self._codec.kernel(wanted, symbols)(pieces, self._outputs(number, unit))
+
+    def _sources(self, number: int, unit: _Unit) -> list[Bytes]:
+        """The k pieces of a unit, checked, with zeros for padding; the first one is our own."""
+        buffers = [_cut(buffer, unit.part) for buffer in self._set(number)]
+        arrived = [self._own_piece(unit), *buffers[1:]]
+        return [
+            self._checked(source, unit, piece, buffer)
+            for source, piece, buffer in zip(unit.sources, arrived, buffers, strict=True)
+        ]
+
+    def _checked(self, source: int, unit: _Unit, piece: Bytes, buffer: Bytes) -> Bytes:
+        layout = self._code.layout
+        symbol = layout.symbol(unit.row, source)
+        data_check, parity_check = self._checks[source]
+        offset = layout.chunk(symbol) * self._code.chunk_bytes + unit.part.start
+        if layout.is_parity(symbol):
+            parity_check.require(offset, piece)
+            return piece
+        data_check.require(offset, piece)
+        return data_check.coded(offset, piece, buffer)
 
     def _outputs(self, number: int, unit: _Unit) -> list[Bytes]:
         """Buffers for a solved unit, one for each lost member; a whole copy is our own piece."""
         if self._code.copies_only:
-            return [self._own_piece(unit)] * len(self._task.lost)
+            return self._copies[number % 2]
         return [_cut(buffer, unit.part) for buffer in self._solved[number % 2]]
-
-    def _check(self, source: int, symbol: int, part: slice, piece: Bytes) -> None:
-        layout = self._code.layout
-        data_check, parity_check = self._checks[source]
-        check: Check = parity_check if layout.is_parity(symbol) else data_check
-        check.require(layout.chunk(symbol) * self._code.chunk_bytes + part.start, piece)
 
     def _give_back(self, number: int) -> None:
         unit = self._task.unit(number, self._own_place)

@@ -268,11 +268,12 @@ class RowEncoder:
         """CorruptMemberError if a source is wrong; what is parity as well is digested once."""
         source = self._code.layout.holder(self._link.member, column)
         offset = column * self._code.chunk_bytes + part.start
+        check = self._checks[source]
+        check.coded(offset, piece, piece)
         if self._copies:
-            digests = self._checks[source].required_digests(offset, piece)
-            self.digests[:, self._code.blocks(part)] = digests
+            self.digests[:, self._code.blocks(part)] = check.required_digests(offset, piece)
         else:
-            self._checks[source].require(offset, piece)
+            check.require(offset, piece)
 
     def code_piece(self, number: int, part: slice, columns: Sequence[Bytes]) -> None:
         """Compute all m parities of a piece, and their digests while they are in cache."""

@@ -268,7 +268,6 @@ class CaptureEngine:
         self._block_bytes = header.geometry.block_bytes
         slots = list(range(header.geometry.slot_count))
         self._regions = [self.arena.data(slot, writable=True) for slot in slots]
-        self._dirty: list[int | None] = [None for _ in slots]
         self.binding = LayoutBinding(layout, self._regions)
         self._later = slots[1:] if self.arena.holes else []
         self._attach(slots[: len(slots) - len(self._later)])
@@ -427,8 +426,6 @@ class CaptureEngine:
     def _seal(self, run: CaptureRun) -> SealedRecord | None:
         permit, slot = run.permit, run.permit.slot
         reach("capture.copied")
-        # If this seal fails, the next one does not rely on zeros that it may have overwritten.
-        dirty, self._dirty[slot] = self._dirty[slot], None
         record = digest.seal(
             self._regions[slot],
             shard_id=self._shard_id,
@@ -438,9 +435,7 @@ class CaptureEngine:
             meta=run.meta(),
             layout_hash=self.binding.layout_hash,
             block_bytes=self._block_bytes,
-            dirty_bytes=dirty,
         )
-        self._dirty[slot] = record.used_bytes
         reach("capture.digested")
         if self.revoked(permit):
             run.stop_reason = "its permit was revoked"

@@ -21,7 +21,7 @@ PARITY, PARITY_DIGESTS = "parity", "digests of parity"
 ARENA_HEADER, SLOT_HEADER = "arena header", "slot header"
 PERMIT, PROGRESS, PREAMBLE = "permit", "progress", "magic and version"
 
-IN_BLOCKS = (DATA, TABLE, PADDING, PARITY, PARITY_DIGESTS)
+IN_BLOCKS = (DATA, TABLE, PARITY, PARITY_DIGESTS)
 """Regions that have digests, block by block."""
 
 
@@ -64,8 +64,18 @@ def regions(arena: Arena, record: SealedRecord, slot: int) -> Iterator[Region]:
 
 
 FAULTS = (
-    *("flip-data", "flip-parity", "flip-digest", "flip-header", "arena-header"),
-    *("slot-header", "magic", "truncate", "extend", "mode", "folder", "link", "missing"),
+    *("flip-data", "flip-parity", "flip-digest", "flip-padding", "flip-header"),
+    *(
+        "arena-header",
+        "slot-header",
+        "magic",
+        "truncate",
+        "extend",
+        "mode",
+        "folder",
+        "link",
+        "missing",
+    ),
 )
 """Every damage that ``damage`` does."""
 
@@ -73,6 +83,7 @@ _FLIPPED = {
     "flip-data": DATA,
     "flip-parity": PARITY,
     "flip-digest": TABLE,
+    "flip-padding": PADDING,
     "flip-header": SLOT_HEADER,
     "magic": PREAMBLE,
 }

@@ -36,8 +36,8 @@ def make_code(
 
 
 def make_member(code: StripeCode, member: int, length: int, **changes: Any) -> MemberView:
-    """A sealed member with random tensors of ``length`` bytes, and garbage for parity."""
-    data = np.zeros(code.data_bytes, np.uint8)
+    """A sealed member with random tensors of ``length`` bytes; garbage for padding and parity."""
+    data = np.full(code.data_bytes, GARBAGE, np.uint8)
     data[:length] = np.random.default_rng(member).integers(0, 256, length, dtype=np.uint8)
     values: dict[str, Any] = {
         "shard_id": f"s{member}",
@@ -51,6 +51,12 @@ def make_member(code: StripeCode, member: int, length: int, **changes: Any) -> M
     record = seal(data, **(values | changes))
     data.flags.writeable = False
     return dataclasses.replace(make_lost(code), data=data, record=record)
+
+
+def used_of(member: MemberView, sealed: MemberView) -> Bytes:
+    """The bytes of a member up to where ``sealed``, which it was or is to be, has padding."""
+    assert sealed.record is not None
+    return member.data[: sealed.record.used_bytes]
 
 
 def make_lost(code: StripeCode) -> MemberView:

@@ -46,7 +46,8 @@ def merge(parts: list[dict[str, Count]]) -> dict[str, Count]:
 def table(counts: Mapping[str, Count]) -> str:
     """The counts in Markdown, with their sum."""
     total = Count()
-    rows = [("bits of", "flipped", "found", "mended", "refused", "missed"), ("---", *["---:"] * 5)]
+    names = ("bits of", "flipped", "found", "mended", "refused", "ignored", "missed")
+    rows = [names, ("---", *["---:"] * 6)]
     for region, count in sorted(counts.items()):
         total.add(count)
         rows.append(_row(region, count))
@@ -55,5 +56,5 @@ def table(counts: Mapping[str, Count]) -> str:
 
 
 def _row(name: str, count: Count) -> tuple[str, ...]:
-    numbers = (count.flips, count.found, count.mended, count.refused, count.missed)
-    return (name, *(f"{number:,}" for number in numbers))
+    found = (count.flips, count.found, count.mended, count.refused, count.ignored, count.missed)
+    return (name, *(f"{number:,}" for number in found))

@@ -131,7 +131,7 @@ class CampaignInjector(Injector):
             if older:
                 await asyncio.sleep(0.5)
             # Before it is done: whoever sees it may answer at once.
-            lost = () if what == "flip-header" else (node,)
+            lost = () if what in ("flip-header", "flip-padding") else (node,)
             self._record(f"{what} in the arena of {node}", lost=lost, perhaps=(node,), away=False)
             if older:
                 damage.put_back(paths[0], older)

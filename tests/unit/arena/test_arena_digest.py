@@ -19,7 +19,7 @@ from megatron_ft.arena import digest
 from megatron_ft.core import isal
 from megatron_ft.core.errors import ArenaCorruptError, ArenaError
 from megatron_ft.core.identity import SealedRecord, SnapshotId
-from tests.support.arena_samples import SHARD, make_record
+from tests.support.arena_samples import SHARD
 
 BLOCK = 256
 LENGTHS = [0, 1, 63, 64, 65, 251, 256, 1021]
@@ -37,14 +37,7 @@ def sealed(
     return data, seal(data, tensor_bytes, meta, block=block)
 
 
-def seal(
-    data: np.ndarray,
-    tensor_bytes: int,
-    meta: bytes,
-    *,
-    block: int = BLOCK,
-    dirty_bytes: int | None = None,
-) -> SealedRecord:
+def seal(data: np.ndarray, tensor_bytes: int, meta: bytes, *, block: int = BLOCK) -> SealedRecord:
     return digest.seal(
         data,
         shard_id=SHARD,
@@ -54,7 +47,6 @@ def seal(
         meta=meta,
         layout_hash=bytes(32),
         block_bytes=block,
-        dirty_bytes=dirty_bytes,
     )
 
 
@@ -67,7 +59,6 @@ def test_a_sealed_region_verifies(tensor_bytes: int, meta_bytes: int) -> None:
     assert digest.verify_root(data, record)
     assert digest.verify_shard(data, record, BLOCK) == []
     assert digest.read_meta(data, record) == meta
-    assert digest.tail_is_zero(data, record)
     assert record.used_bytes == digest.required_bytes(tensor_bytes, meta_bytes, BLOCK)
 
 
@@ -91,12 +82,12 @@ def test_the_region_by_hand() -> None:
     data, record = sealed(100, b"m" * 70)
     assert (record.meta_offset, record.digest_offset) == (128, 256)
     assert record.used_bytes == 256 + 8
-    raw = data.tobytes()
+    raw, before = data.tobytes(), dirty_region(data.size).tobytes()
     assert raw[100:128] == bytes(28)
     assert raw[128:198] == b"m" * 70
     assert raw[198:256] == bytes(58)
     assert raw[256:264] == isal.crc64(data[:256]).to_bytes(8, "little")
-    assert raw[264:] == bytes(len(raw) - 264)
+    assert raw[264:] == before[264:], "padding is nobody's"
     fields = [SHARD, [7, 91], 1234, 100, 128, 70, 256, 264, bytes(32), b""]
     root = hashlib.blake2b(raw[256:264] + msgspec.msgpack.encode(fields), digest_size=32)
     assert record.digest_root == root.digest()
@@ -119,7 +110,7 @@ def test_every_flipped_bit_is_found() -> None:
         elif at < record.used_bytes:
             assert bad == list(range(blocks))
         else:
-            assert bad == [] and not digest.tail_is_zero(data, record)
+            assert bad == []
         data[at] ^= mask
     assert digest.verify_shard(data, record, BLOCK) == []
 
@@ -166,31 +157,6 @@ def test_the_planned_bytes_suffice_for_any_smaller_meta(
     assert record.used_bytes <= planned
 
 
-def test_only_what_may_be_dirty_is_zeroed() -> None:
-    data, first = sealed(1000, b"objects", spare=1000)
-    data[first.used_bytes + 100] = 9
-    data[first.used_bytes + 300] = 9
-    again = seal(data, 1000, b"objects", dirty_bytes=first.used_bytes + 200)
-    assert data[again.used_bytes + 100] == 0
-    assert data[again.used_bytes + 300] == 9
-    assert not digest.tail_is_zero(data, again)
-    # Less is dirty than is used now: nothing beyond is touched.
-    seal(data, 1000, b"objects", dirty_bytes=10)
-    assert data[again.used_bytes + 300] == 9
-
-
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, (8 << 17) + 13])
-def test_the_tail_is_searched_to_its_last_byte(size: int) -> None:
-    data = np.zeros(3 + size, np.uint8)
-    record = make_record(tensor_bytes=3, meta_offset=3, meta_bytes=0, digest_offset=3, used_bytes=3)
-    data[:3] = 1
-    assert digest.tail_is_zero(data, record)
-    for at in {0, size // 2, size - 1} & set(range(size)):
-        data[3 + at] = 1
-        assert not digest.tail_is_zero(data, record)
-        data[3 + at] = 0
-
-
 @settings(max_examples=300)
 @given(st.tuples(*[st.integers(-(1 << 63), 1 << 64) | st.integers(-2, 700)] * 5))
 def test_a_record_of_any_numbers_never_reads_outside(numbers: tuple[int, ...]) -> None:
@@ -199,7 +165,7 @@ def test_a_record_of_any_numbers_never_reads_outside(numbers: tuple[int, ...]) -
     record = msgspec.structs.replace(good, **dict(zip(names, numbers, strict=True)))
     assert digest.verify_root(data, record) == (record == good)
     assert (digest.verify_shard(data, record, BLOCK) == []) == (record == good)
-    for read in (digest.digest_table, digest.read_meta, digest.tail_is_zero):
+    for read in (digest.digest_table, digest.read_meta):
         try:
             read(data, record)
         except ArenaCorruptError:
@@ -223,7 +189,7 @@ def test_a_record_of_any_numbers_never_reads_outside(numbers: tuple[int, ...]) -
 def test_lengths_out_of_order_or_outside_are_corrupt(field: str, change: int) -> None:
     data, good = sealed(300, b"objects", spare=24)
     record = msgspec.structs.replace(good, **{field: getattr(good, field) + change})
-    for read in (digest.digest_table, digest.read_meta, digest.tail_is_zero):
+    for read in (digest.digest_table, digest.read_meta):
         with pytest.raises(ArenaCorruptError, match="cannot hold"):
             read(data, record)
     assert not digest.verify_root(data, record)

@@ -13,7 +13,7 @@ from tests.support.erasure_samples import make_code, make_lost, make_member
 
 LENGTH = 5000
 CODE = make_code("rs", 2, 1, [LENGTH, 2 * LENGTH, LENGTH], 512)
-"""Member 0 is shorter than another, so zeros follow its digest table."""
+"""Member 0 is shorter than another, so padding follows its digest table."""
 
 
 def arrived(code: StripeCode, view: MemberView) -> RebuildCheck:
@@ -44,13 +44,14 @@ def test_every_wrong_byte_is_found() -> None:
     assert source.record is not None
     view = rebuilt(source)
     used = source.record.used_bytes
-    places = {*range(0, CODE.data_bytes, 97), source.record.digest_offset, used, used - 1}
-    assert max(places) > used, "there are no zeros behind the table"
-    for place in places:
+    for place in {*range(0, used, 97), source.record.digest_offset, used - 1}:
         view.data[place] ^= 4
         with pytest.raises(CorruptMemberError, match="shard s0.* rebuilt data"):
             arrived(CODE, view).require(source.record)
         view.data[place] ^= 4
+    assert used < CODE.data_bytes, "there is no padding behind the table"
+    view.data[used:] ^= 4
+    arrived(CODE, view).require(source.record)
     for block in range(CODE.parity_blocks):
         view.parity[block * CODE.block_bytes + 3] ^= 4
         with pytest.raises(CorruptMemberError, match=f"shard s0, block {block}: its rebuilt par"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tracemalloc
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from tests.support.erasure_samples import (
     make_lost,
     make_member,
     protected,
+    used_of,
     writable,
 )
 from tests.support.stripe_runs import own_errors, run, succeed
@@ -52,9 +54,17 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def encoded(code: StripeCode, lengths: list[int]) -> list[MemberView]:
-    members = [make_member(code, n, length) for n, length in enumerate(lengths)]
-    peers = range(len(members))
+    return together(code, [make_member(code, n, length) for n, length in enumerate(lengths)])
+
+
+def together(code: StripeCode, members: Sequence[MemberView]) -> list[MemberView]:
+    """Encode; the members as they are protected, each in memory of its own.
+
+    Their padding changes behind it.
+    """
+    members, peers = [writable(member) for member in members], range(len(members))
     results = succeed(len(members), lambda n, t: encode(code, members[n], t, peers))
+    fill(members, [17 + number for number in peers])
     return [protected(m, r) for m, r in zip(members, results, strict=True)]
 
 
@@ -95,7 +105,7 @@ def test_any_lengths_and_losses(shape: tuple[str, int, int], data: st.DataObject
     peers = range(k + m)
     results = succeed(k + m, lambda n, t: rebuild(code, views[n], t, peers, lost))
     for view, member, result in zip(views, members, results, strict=True):
-        assert np.array_equal(view.data, member.data)
+        assert np.array_equal(used_of(view, member), used_of(member, member))
         assert np.array_equal(view.parity, member.parity)
         assert np.array_equal(view.parity_digests, member.parity_digests)
         assert (result.record, result.parity_root) == (member.record, member.parity_root)
@@ -117,6 +127,38 @@ def test_parity_digests_are_of_the_parity_in_memory(
 
 
 @given(codes, st.data())
+@settings(max_examples=20, deadline=None)
+def test_padding_counts_as_zeros_whatever_it_is(
+    shape: tuple[str, int, int], data: st.DataObject
+) -> None:
+    """Of any member, before an encode and between it and a rebuild."""
+    kind, k, m = shape
+    lengths = data.draw(st.lists(st.integers(0, 9000), min_size=k + m, max_size=k + m))
+    code = make_code(kind, k, m, lengths, 512)
+    members = [writable(make_member(code, n, length)) for n, length in enumerate(lengths)]
+    fill(members, [0] * len(members))
+    zeros = together(code, members)
+    fills = st.lists(st.integers(0, 255), min_size=k + m, max_size=k + m)
+    fill(members, data.draw(fills))
+    others = together(code, members)
+    for one, other in zip(zeros, others, strict=True):
+        assert np.array_equal(one.parity, other.parity)
+        assert one.parity_root == other.parity_root
+    fill(others, data.draw(fills))
+    views = [make_lost(code), *others[1:]]
+    succeed(k + m, lambda n, t: rebuild(code, views[n], t, range(k + m), {0}))
+    assert np.array_equal(used_of(views[0], members[0]), used_of(members[0], members[0]))
+    assert np.array_equal(views[0].parity, zeros[0].parity)
+
+
+def fill(members: Sequence[MemberView], fills: Sequence[int]) -> None:
+    """Have each member's padding hold this byte."""
+    for member, byte in zip(members, fills, strict=True):
+        assert member.record is not None
+        member.data[member.record.used_bytes :] = byte
+
+
+@given(codes, st.data())
 @settings(max_examples=40, deadline=None)
 def test_a_damaged_source_is_never_coded(shape: tuple[str, int, int], data: st.DataObject) -> None:
     """Whatever byte of whatever member changes after sealing, encode names its shard."""
@@ -125,7 +167,7 @@ def test_a_damaged_source_is_never_coded(shape: tuple[str, int, int], data: st.D
     code = make_code(kind, k, m, lengths, 512)
     members = [writable(make_member(code, n, length)) for n, length in enumerate(lengths)]
     victim = data.draw(st.integers(0, k + m - 1))
-    at = data.draw(st.integers(0, code.data_bytes - 1))
+    at = data.draw(st.integers(0, used_of(members[victim], members[victim]).size - 1))
     members[victim].data[at] ^= 1 << data.draw(st.integers(0, 7))
     results = run(k + m, lambda n, t: encode(code, members[n], t, range(k + m)))
     assert blame(results) == {f"s{victim}"}
@@ -152,7 +194,8 @@ def test_a_damaged_survivor_is_never_used(shape: tuple[str, int, int], data: st.
         assert blame(results) == {f"s{victim}"}
     else:
         assert not any(isinstance(r, BaseException) for r in results)
-        assert all(np.array_equal(views[n].data, members[n].data) for n in lost)
+        wanted = [(views[n], members[n]) for n in lost]
+        assert all(np.array_equal(used_of(v, m), used_of(m, m)) for v, m in wanted)
 
 
 def test_every_block_of_every_survivor_counts_when_all_are_needed() -> None:
@@ -160,7 +203,8 @@ def test_every_block_of_every_survivor_counts_when_all_are_needed() -> None:
     code = make_code("rs", 2, 1, [5000] * 3, 512)
     members = encoded(code, [5000] * 3)
     for region in ("data", "parity"):
-        for block in range(getattr(members[1], region).size // 512):
+        region_of = {"data": used_of(members[1], members[1]), "parity": members[1].parity}
+        for block in range(-(-region_of[region].size // 512)):
             views = [make_lost(code), writable(members[1]), members[2]]
             getattr(views[1], region)[block * 512 + 7] ^= 1
             results = run(3, lambda n, t, v=views: rebuild(code, v[n], t, range(3), {0}))
@@ -185,7 +229,8 @@ def test_a_damaged_survivor_can_be_rebuilt_itself() -> None:
     results = run(4, lambda n, t: rebuild(code, views[n], t, range(4), {0}))
     assert blame(results) == {"s1"}
     succeed(4, lambda n, t: rebuild(code, views[n], t, range(4), {0, 1}))
-    assert all(np.array_equal(v.data, m.data) for v, m in zip(views, members, strict=True))
+    both = zip(views, members, strict=True)
+    assert all(np.array_equal(used_of(v, m), used_of(m, m)) for v, m in both)
 
 
 def test_one_loss_too_many_is_refused_at_once() -> None:
