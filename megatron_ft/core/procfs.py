@@ -64,6 +64,13 @@ def read_status(pid: int | Literal["self"]) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
+def killed(pid: int) -> bool:
+    """True if SIGKILL is pending: the process runs no more, and ends when the kernel lets it."""
+    status = read_status(pid)
+    pending = int(status.get("SigPnd", "0"), 16) | int(status.get("ShdPnd", "0"), 16)
+    return bool(pending >> (signal.SIGKILL - 1) & 1)
+
+
 def storage_bytes_read() -> int | None:
     """Bytes that storage has delivered to this process, memory swapped in included (proc(5)).
 

@@ -108,6 +108,7 @@ class Inventory(Message, frozen=True):
 
     ``sources`` are arenas of another layout (MakeSources).
     ``kept`` are the ranks whose process was released as a writer and waits for Reenter.
+    ``hanging`` are drains that were killed and that the kernel holds; they write to no arena.
     ``damaged`` are arena files of this job that cannot be read; they count as lost and may
     be replaced.  ``foreign`` are those of another job or format, which may not.
     """
@@ -119,6 +120,7 @@ class Inventory(Message, frozen=True):
     foreign: tuple[str, ...] = ()
     kept: tuple[int, ...] = ()
     sources: tuple[ArenaReport, ...] = ()
+    hanging: tuple[str, ...] = ()
 
 
 class ReenterRanks(Message, frozen=True):
@@ -359,6 +361,7 @@ class LeaseAnswer(Message, frozen=True):
     ``unmade`` says that a Grant would be refused now, until a further slot has memory; ``shortage``
     is why none could be had the last time, "" if there was enough.
     ``missing`` says which arena has no file any more, "" if none: the node then holds nothing.
+    ``hanging`` is as in Inventory.
     """
 
     node: str
@@ -376,6 +379,7 @@ class LeaseAnswer(Message, frozen=True):
     unmade: bool = False
     shortage: str = ""
     missing: str = ""
+    hanging: tuple[str, ...] = ()
 
 
 def summary_digest(part: bytes) -> bytes:

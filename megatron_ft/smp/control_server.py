@@ -184,6 +184,7 @@ class ControlServer:
             unmade=machine.unmade(),
             shortage=service.shortage,
             missing=missing,
+            hanging=tuple(writer.who for writer in service.writers.hanging()),
         )
 
     async def _admit(self, identity: bytes, request: m.Admit) -> m.Message:
@@ -200,7 +201,7 @@ class ControlServer:
         service.change_state(highest_incarnation=request.incarnation)
         reach("smp.admitting")
         kept = await service.survivors.let_go(request.incarnation, request.survivors)
-        while older := [w for w in service.writers.all() if w.pid not in kept.values()]:
+        while older := [w for w in service.writers.running() if w.pid not in kept.values()]:
             await service.kill_writers(older)
         if identity == service.events.coordinator:
             service.rewind = None  # a coordinator that comes after may not have received it
@@ -229,6 +230,7 @@ class ControlServer:
             foreign=tuple(service.store.foreign),
             kept=tuple(kept),
             sources=service.store.source_reports(),
+            hanging=tuple(writer.who for writer in service.writers.hanging()),
         )
 
 

@@ -13,7 +13,7 @@ import errno
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,7 +33,14 @@ One that is merely slow, or capped, runs between any two of its pieces.
 """
 
 DRAIN = "drain"
-"""Role of a process that writes to disk for the supervisor, and to no arena."""
+"""Role of a process that writes to disk for the supervisor, and to no arena.
+
+Arenas are mapped read-only there.  What such a process still does once it was killed is to end
+the system call that it is in.
+"""
+
+DRAIN_END_SECONDS = 1.0
+"""Longest wait for the end of a drain that was killed.  A disk that hangs may keep it for ever."""
 
 SURVIVOR = "survivor"
 """Role of a process whose trainer can be ended and started again inside it (survivors.py).
@@ -146,20 +153,33 @@ class Writers:
         return gone
 
     async def kill(self, victims: list[WriterProcess], timeout: float) -> None:
-        """SIGKILL and wait until each pidfd has signalled.
+        """SIGKILL and wait until each pidfd has signalled, or hangs and can do no harm.
 
         ControlPlaneError names those that are still there after ``timeout`` seconds.
         """
-        waits = [(w, self._gone[w]) for w in victims if w in self._pidfds]
-        for writer, _ in waits:
+        waits = {w: self._gone[w] for w in victims if w in self._pidfds}
+        for writer in waits:
             self.signal(writer, signal.SIGKILL)
-        try:
-            await asyncio.wait_for(asyncio.gather(*(e.wait() for _, e in waits)), timeout)
-        except asyncio.TimeoutError as error:
-            left = [f"{w.role} {w.who} (pid {w.pid})" for w, e in waits if not e.is_set()]
-            raise ControlPlaneError(
-                f"still alive {timeout:.0f} s after SIGKILL: {', '.join(left)}"
-            ) from error
+        short = min(timeout, DRAIN_END_SECONDS)
+        for seconds in (short, timeout - short):
+            await _all_set(waits.values(), seconds)
+            hanging = self.hanging()
+            waits = {w: e for w, e in waits.items() if not e.is_set() and w not in hanging}
+        if waits:
+            left = [f"{w.role} {w.who} (pid {w.pid})" for w in waits]
+            raise ControlPlaneError(f"still alive {timeout:.0f} s after SIGKILL: {', '.join(left)}")
+
+    def hanging(self) -> list[WriterProcess]:
+        """Drains that were killed and that the kernel holds, as when their disk does not answer.
+
+        They run no instruction of theirs any more, so nobody waits for them.
+        """
+        return [w for w in self._pidfds if w.role == DRAIN and procfs.killed(w.pid)]
+
+    def running(self) -> list[WriterProcess]:
+        """The living writers without those that hang."""
+        hanging = self.hanging()
+        return [writer for writer in self._pidfds if writer not in hanging]
 
     def release(self, writer: WriterProcess) -> None:
         """End the watch of a running process that provably writes no more in this role."""
@@ -214,6 +234,15 @@ class Writers:
     def save(self) -> None:
         """Rewrite the stored list."""
         private_files.rewrite_file(self._path, msgspec.json.encode(list(self._pidfds)))
+
+
+async def _all_set(events: Collection[asyncio.Event], seconds: float) -> None:
+    """Wait until all events are set, for at most so long."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    if waits:
+        _, left = await asyncio.wait(waits, timeout=seconds)
+        for wait in left:
+            wait.cancel()
 
 
 class Readers:

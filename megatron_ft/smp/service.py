@@ -286,7 +286,7 @@ class SmpService:
                 self.retire_at = 0.0
                 await self.retire(remove_arenas=True)
                 remove_node_dir(self.environment.node_dir)
-            writers = self.writers.all()
+            writers = self.writers.running()
             if writers and self.lease_until and time.monotonic() > self.lease_until:
                 log.error("the coordinator's lease has run out: killing %d writers", len(writers))
                 await self.kill_writers(writers)

@@ -55,6 +55,7 @@ def check_inventories(coordinator: Coordinator, admitted: Inventories) -> None:
     for node, inventory in admitted.items():
         for text in inventory.damaged:
             coordinator.observers.emit("damaged", f"node {node}: {text}", node=node)
+        coordinator.hanging_drains.note(node, inventory.hanging)
 
 
 async def admit(

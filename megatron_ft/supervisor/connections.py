@@ -24,6 +24,7 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.smp.event_sender import EventInbox
 from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.hanging_drains import HangingDrains
 from megatron_ft.supervisor.heartbeats import Heartbeats
 from megatron_ft.supervisor.orders import Timing
 
@@ -185,6 +186,7 @@ class Connections(ABC):
         self.missing: dict[str, str] = {}
         """The arena of each node that has no file any more, "" if none, by its last heartbeat."""
         self.arena_missing = asyncio.Event()
+        self.hanging_drains = HangingDrains(observers)
         self.world = ""
         self.world_nodes: tuple[str, ...] = ()
         self.world_joined, self.world_refused = False, ""
@@ -329,9 +331,15 @@ class Connections(ABC):
         if answer.shortage and not known:
             text = f"{answer.node}: {answer.shortage}; no snapshot is taken before there is room"
             self.observers.emit("no_room", text, node=answer.node)
+        self.hanging_drains.note(answer.node, answer.hanging)
         if self.paused != before:
             word = "paused" if self.paused else "resumed"
             self.observers.emit(word, f"snapshots {word} by request")
+
+    @property
+    def hanging(self) -> list[str]:
+        """Drains on connected nodes that were killed and do not end, each with its node."""
+        return self.hanging_drains.on(self.links)
 
     def ask_evacuation(self, request: m.Evacuate) -> None:
         """Take a request, unless it came before: every heartbeat brings it again."""

@@ -403,7 +403,8 @@ class Coordinator(Connections):
             self.next_world_on.add(event.node)
         if isinstance(body, m.ReaderStalled):
             text = f"{body.reader} on {event.node} has not run for {body.seconds:.0f} s"
-            self.observers.emit("reader_stalled", f"{text}: it holds no snapshot any more")
+            text += ": it holds no snapshot any more"
+            self.observers.emit("reader_stalled", text, reader=body.reader, node=event.node)
         if isinstance(body, m.WriterGone) and body.role == "encoder" and body.who == self.world:
             self.world_lost()
         if self.cycle is not None:

@@ -22,14 +22,16 @@ from megatron_ft.core.process_tools import in_thread
 from megatron_ft.core.scheme import NO_PARITY, Scheme
 from megatron_ft.erasure.stripes import RankPlace, domain_of
 from megatron_ft.launchers.launcher import Launcher
-from megatron_ft.supervisor.drains import StepFailedError, run_step
 from megatron_ft.supervisor.job_state import JobRecord, homes_of
 from megatron_ft.supervisor.orders import shards_by_node
 from megatron_ft.supervisor.quarantine_policy import memory_goes_first, reason_against_own
 from megatron_ft.supervisor.registration import new_stripes
 from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.steps import StepFailedError, run_step
 
 LOOK_TIMEOUT_SECONDS = 120.0
+HUNG_LOOK_SECONDS = 5.0
+"""Longest look at a disk on which a drain hangs, if memory serves a snapshot."""
 
 
 class LoadError(MegatronFTError):
@@ -72,15 +74,17 @@ class DiskRestores:
         found = of_one_job(self._restore_from, job)
         return max(a.incarnation for one in found for a in one.manifest.lineage)
 
-    async def look(self, memory: Decision, record: JobRecord) -> Choice:
+    async def look(self, memory: Decision, record: JobRecord, *, hung: bool = False) -> Choice:
         """The drained checkpoint that beats what memory serves and the framework's own, if any.
 
         A disk that fails or hangs costs its checkpoints, with a reason, and never the recovery.
+        ``hung`` says that a drain hangs there.
         """
+        seconds = HUNG_LOOK_SECONDS if hung and memory.snapshot else LOOK_TIMEOUT_SECONDS
         try:
-            return await in_thread(lambda: self._look(memory, record), LOOK_TIMEOUT_SECONDS)
+            return await in_thread(lambda: self._look(memory, record), seconds)
         except asyncio.TimeoutError:
-            reason = f"the disk did not answer within {LOOK_TIMEOUT_SECONDS:.0f} s"
+            reason = f"the disk did not answer within {seconds:.0f} s"
         except OSError as error:
             reason = f"the disk cannot be read: {error}"
         return Choice(None, (reason,))

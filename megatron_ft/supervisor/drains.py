@@ -9,76 +9,33 @@ some nodes, all or nothing.
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from megatron_ft.checkpoint.disk_format import mount_point
 from megatron_ft.checkpoint.drain import DrainPlan
-from megatron_ft.checkpoint.load import LoadPlan
-from megatron_ft.core.background import started_low
-from megatron_ft.core.environment import INCARNATION
 from megatron_ft.core.errors import DrainError, MegatronFTError
 from megatron_ft.core.identity import Ancestor, ShardPlacement, SnapshotId
-from megatron_ft.core.process_tools import last_word, log_size
-from megatron_ft.launchers.launcher import Launcher, ProcessHandle
-from megatron_ft.launchers.launcher_env import base_environment
+from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.smp.processes import STALL_SECONDS
 from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.drain_times import Urgency, gives_way, is_due
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import DiskPlaces
 from megatron_ft.supervisor.processes import unless
 from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.steps import run_step
 
-SAFETY_FACTOR = 1.5
-"""The last drain before the time limit may take so many times as long as the slowest so far."""
-
-
-@dataclass
-class Urgency:
-    """Reasons to drain at once, each given once, again only after it was gone.
-
-    Times are in seconds of one clock.  ``ends_at`` is when the job will be killed, None if
-    nobody knows; ``margin`` is what must be left then.
-    """
-
-    ends_at: float | None = None
-    margin: float = 0.0
-    _given: set[str] = field(default_factory=set)
-
-    def poll(self, now: float, *, spares_gone: bool, slowest: float) -> str:
-        """A new reason, or empty.
-
-        ``spares_gone`` is whether a node was lost and nobody is left to replace another one;
-        ``slowest`` how long drains took, 0 if none has ended yet.
-        """
-        present = set()
-        if spares_gone:
-            present.add("a node is lost and no spare is left: the next loss stops the job")
-        late = self.margin + SAFETY_FACTOR * slowest
-        if self.ends_at is not None and not slowest:
-            present.add("the job's time is limited, and the first drain shows how long one takes")
-        if self.ends_at is not None and now >= self.ends_at - late:
-            present.add("the job's time ends")
-        fresh, self._given = present - self._given, present
-        return "; ".join(sorted(fresh))
-
-
-def is_due(last: int, committed: int, interval: int, urgent: bool = False) -> bool:
-    """True if ``committed`` is to be drained when ``last`` was the iteration before.  Pure.
-
-    What is ``urgent`` waits for no interval, but the same iteration is not drained again.  A lower
-    one is of training that has gone back, and what is on disk of what was given up.  An interval
-    of 0 stands for none.
-    """
-    step = 1 if urgent else interval
-    return step > 0 and (committed < last or committed >= last + step)
+RETRY_SECONDS = 2.0
+"""Pause before an urgent drain that has failed is tried again; each failure doubles it."""
+LONGEST_RETRY_SECONDS = 60.0
+MOST_LAST_TRIES = 3
+"""Most tries of a last drain, behind which something waits for its end."""
 
 
 def noted_places(before: DiskPlaces, spec: JobSpec) -> DiskPlaces:
@@ -121,7 +78,13 @@ class Drains:
         self._lineage: tuple[Ancestor, ...] = ()
         self._last, self._taken_at = 0, time.monotonic()
         self._news, self._stalled = asyncio.Event(), asyncio.Event()
-        self._ending = self._urgent = self._busy = False
+        self._ending = False
+        # What runs and since when; since when one is urgent; failures since the last success.
+        self._plan_begun: tuple[DrainPlan, float] | None = None
+        self._urgent_since: float | None = None
+        self._failures_in_row = self._last_tries = 0
+        self._not_before = 0.0
+        self._step = ""
         self._cap = spec.settings.drain_bandwidth_mib
         self._slowest = 0.0
         self._mount = Path(mount) if mount else None
@@ -149,32 +112,49 @@ class Drains:
 
     async def settle(self) -> None:
         """Training has finished: let the drain end that runs, and the one that is due."""
-        if self._task is not None:
-            self._ending = True
-            self._news.set()
-            await self._end(self._task)
+        if self._task is None:
+            return
+        committed, hanging = self._coordinator.committed, self._coordinator.hanging
+        self._ending, self._last_tries, self._not_before = True, 0, 0.0
+        if self._plan_begun is not None:
+            due = f"iteration {self._plan_begun[0].iteration} is on disk"
+            stalled = f"its drain has made no progress for {STALL_SECONDS:.0f} s"
+            text = f"training has finished; the job ends once {due}, or {stalled}"
+            self._coordinator.observers.emit("drain_awaited", text)
+        elif hanging and committed is not None and not self._is_durable(committed[0]):
+            self._failed(f"nothing more is drained, as the disk hangs: {', '.join(hanging)}")
+        self._news.set()
+        await self._end(self._task)
 
     async def last(self, seconds: float) -> bool:
         """This incarnation takes no more snapshots: drain the newest committed one without a cap.
 
-        Whether it, or a newer one, is on disk after at most ``seconds``.  A drain that runs
-        under a cap is given up for it.
+        Whether it, or a newer one, is on disk after at most ``seconds``.  A drain that runs is
+        given up for it if it runs under a cap, or only one of the two can still be written.
         """
         committed = self._coordinator.committed
         if self._task is None or committed is None:
             return False
         text = f"a last drain, for at most {seconds:g} s"
         self._coordinator.observers.emit("stopping", text)
-        if self._cap:
+        if self._cap or self._gives_way(committed[0], seconds):
             await self.abandon()
-            self._cap, self._last = 0.0, -1
+            self._cap = 0.0
             self._task = asyncio.create_task(self._keep())
-        if not self._busy and not self._is_durable(committed[0]):
-            self._last = -1
-        self._ending = self._urgent = True
+        self._ending, self._urgent_since = True, time.monotonic()
+        self._last_tries, self._not_before = MOST_LAST_TRIES, 0.0
+        self._last = -1
         self._news.set()
         await asyncio.wait({self._task}, timeout=seconds)
         return self._is_durable(committed[0])
+
+    def _gives_way(self, newest: SnapshotId, seconds: float) -> bool:
+        """True if the drain that runs is of an older snapshot, and in the way of the newest."""
+        if self._plan_begun is None:
+            return False
+        plan, begun = self._plan_begun
+        older = plan.snapshot < newest
+        return older and gives_way(time.monotonic() - begun, self._slowest, seconds)
 
     def _is_durable(self, snapshot: SnapshotId) -> bool:
         durable = self._coordinator.durable
@@ -198,18 +178,23 @@ class Drains:
         """Wait until an SMP gives up a process of the drain that does not get on."""
         self._stalled.clear()
         await self._stalled.wait()
-        return DrainError(f"a process of it has not run for {STALL_SECONDS:.0f} s")
+        return DrainError(
+            f"{self._step} has not run for {STALL_SECONDS:.0f} s: does the disk of "
+            f"{self._spec.settings.drain_dir} answer?"
+        )
 
     def _on_event(self, event: JobEvent) -> None:
         if event.kind == "reader_stalled":
-            self._stalled.set()
+            # A reader that is not the drain's, such as a verification, may stall as well.
+            if str(event.fields.get("reader", "")).rpartition("-")[0] == self._step:
+                self._stalled.set()
         if event.kind == "committed":
             self._news.set()
 
     async def _keep(self) -> None:
         while True:
             while (plan := self._next()) is not None:
-                self._busy = True
+                self._plan_begun = plan, time.monotonic()
                 try:
                     await self._drain(plan)
                 except asyncio.CancelledError:
@@ -217,8 +202,8 @@ class Drains:
                     self._last = -1
                     raise
                 finally:
-                    self._busy = False
-            if self._ending:
+                    self._plan_begun = None
+            if self._ending and not self._urgent_left():
                 return
             self._news.clear()
             # Not wait_for: before Python 3.12 it loses a cancel that comes with the news.
@@ -229,29 +214,56 @@ class Drains:
                 news.cancel()
             self._look_for_urgency()
 
+    def _urgent_left(self) -> bool:
+        """True while a last drain is to be tried again: it has failed, or the disk hangs."""
+        committed, since = self._coordinator.committed, self._urgent_since
+        if since is None or committed is None or self._is_durable(committed[0]):
+            return False
+        if self._coordinator.hanging and time.monotonic() - since > STALL_SECONDS:
+            return False
+        return self._last_tries > 0
+
     def _look_for_urgency(self) -> None:
         """Have what is committed drained at once for a new reason."""
         now, gone = time.monotonic(), self._spares_gone()
         if reason := self._urgency.poll(now, spares_gone=gone, slowest=self._slowest):
-            self._urgent = True
+            self._urgent_since = now
             self._coordinator.observers.emit("drain_urged", f"draining at once: {reason}")
 
     def _next(self) -> DrainPlan | None:
-        """The newest committed snapshot, if it is due and not what was restored from disk."""
+        """The newest committed snapshot, if it is due and not what was restored from disk.
+
+        None is due while an older drain hangs: the disk does not answer.
+        """
         committed, settings, now = (
             self._coordinator.committed,
             self._spec.settings,
             time.monotonic(),
         )
         old = 0 < 60 * settings.drain_minutes <= now - self._taken_at
-        urgent = self._urgent or old
-        if committed is None or self._is_durable(committed[0]):
+        urgent = self._urgent_since is not None or old
+        if committed is None or self._is_durable(committed[0]) or self._coordinator.hanging:
             return None
-        if not is_due(self._last, committed[1], settings.drain_interval, urgent):
+        if now < self._not_before or not is_due(
+            self._last, committed[1], settings.drain_interval, urgent
+        ):
             return None
-        self._urgent, self._taken_at = False, now
+        self._taken_at = now
         snapshot, self._last, level = committed
         return self._plan(snapshot, self._last, level, settings.drain_export_dir)
+
+    def _note_end(self, begun: float, *, good: bool) -> None:
+        """Note how a drain has ended.  What is urgent stays due until one is complete."""
+        since = self._urgent_since
+        if good:
+            self._failures_in_row, self._not_before = 0, 0.0
+            self._urgent_since = None if since is not None and since <= begun else since
+            return
+        self._failures_in_row += 1
+        self._last_tries -= 1
+        if since is not None:
+            pause = RETRY_SECONDS * 2 ** min(self._failures_in_row - 1, 10)
+            self._last, self._not_before = -1, time.monotonic() + min(pause, LONGEST_RETRY_SECONDS)
 
     def _plan(
         self, snapshot: SnapshotId, iteration: int, level: str, export_dir: Path | None
@@ -276,19 +288,16 @@ class Drains:
         started, nodes, reason = time.monotonic(), sorted(set(self._places.values())), ""
         try:
             await self._coordinator.hold(plan.snapshot, nodes)
-            await unless(self._write(plan, nodes), self._stall())
+            await self._write(plan, nodes)
             self._coordinator.durable = (plan.snapshot, plan.iteration)
             await self._try("tidy", plan, nodes[0], "retention_failed")
         except (MegatronFTError, OSError) as error:
             reason = str(error)
         # Not when cancelled: the next incarnation voids it, and must not wait for us.
         await self._coordinator.release(nodes)
+        self._note_end(started, good=not reason)
         if reason:
-            then = "the job ends" if self._ending else "training continues"
-            text = f"iteration {plan.iteration} could not be written to disk; {then}, and what was "
-            self._failed(f"{text}there stays: {reason}")
-            with suppress(MegatronFTError, OSError):
-                await self._run("clear", {nodes[0]: plan})
+            await self._after_failure(plan, nodes[0], reason)
             return
         seconds = time.monotonic() - started
         self._slowest = max(self._slowest, seconds)
@@ -297,8 +306,28 @@ class Drains:
         if plan.export_dir is not None:
             await self._export(plan, nodes[0])
 
+    async def _after_failure(self, plan: DrainPlan, node: str, reason: str) -> None:
+        """Report a failed drain and tidy up, unless its processes hang on the disk."""
+        await self._coordinator.refresh()  # SMPs know of those
+        hanging = self._coordinator.hanging
+        if self._urgent_left() or (self._urgent_since is not None and not self._ending):
+            then = "it is tried again " + (
+                "once the disk answers" if hanging else "soon, as it is urgent"
+            )
+        else:
+            then = "the job ends" if self._ending else "training continues"
+        text = f"iteration {plan.iteration} could not be written to disk; {then}, and what was "
+        self._failed(f"{text}there stays: {reason}")
+        if not hanging:
+            with suppress(MegatronFTError, OSError):
+                await self._run("clear", {node: plan})
+
     async def _run(self, step: str, plans: Mapping[str, DrainPlan]) -> None:
-        await run_step(self._launcher, self._spec, self._coordinator.incarnation, step, plans)
+        """Run a step; DrainError also if one of its processes makes no progress."""
+        self._step = step
+        incarnation = self._coordinator.incarnation
+        work = run_step(self._launcher, self._spec, incarnation, step, plans)
+        await unless(work, self._stall())
 
     async def _write(self, plan: DrainPlan, nodes: list[str]) -> None:
         """Write a checkpoint, all of it or nothing that anybody would take for one.
@@ -338,64 +367,3 @@ class Drains:
     def _emit(self, kind: str, text: str, plan: DrainPlan) -> None:
         fields = {"iteration": plan.iteration, "folder": str(plan.folder)}
         self._coordinator.observers.emit(kind, text, **fields)
-
-
-STEP_TIMEOUT_SECONDS = 3600.0
-MODULES = {"load": "megatron_ft.checkpoint.load", "export": "megatron_ft.checkpoint.export_drained"}
-"""The module that does a step, where it is not checkpoint/drain.py."""
-
-
-class StepFailedError(DrainError):
-    """A process ended with this status, below zero the number of a signal."""
-
-    def __init__(self, reason: str, status: int) -> None:
-        super().__init__(reason)
-        self.status = status
-
-
-async def run_step(
-    launcher: Launcher,
-    spec: JobSpec,
-    incarnation: int,
-    step: str,
-    plans: Mapping[str, DrainPlan | LoadPlan],
-) -> None:
-    """Run one process of a drain or load on each node; output goes to drain-<node>.log.
-
-    None is left when this returns, raises or is cancelled.  An SMP turns processes of another
-    ``incarnation`` away.  DrainError as soon as one fails, NodeUnreachable as the launcher says.
-    """
-    module = MODULES.get(step, "megatron_ft.checkpoint.drain")
-    environment = base_environment() | {INCARNATION: str(incarnation)}
-    if step == "export":  # It imports a framework, and must not take memory of GPUs that train.
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    handles: list[ProcessHandle] = []
-    ends: list[asyncio.Task[None]] = []
-    try:
-        for node, plan in plans.items():
-            argv = [sys.executable, "-m", module, step, plan.to_json()]
-            argv = argv if step == "load" else started_low(argv)  # Training awaits a load alone.
-            log = spec.log_dir / f"drain-{node}.log"
-            before = log_size(log)
-            handles.append(launcher.start(node, argv, environment, log))
-            ends.append(asyncio.create_task(_step_ended(step, handles[-1], log, before)))
-        done, pending = await asyncio.wait(
-            ends, timeout=STEP_TIMEOUT_SECONDS, return_when=asyncio.FIRST_EXCEPTION
-        )
-        for end in done:
-            end.result()
-        if pending:
-            raise DrainError(f"{step} has not ended within {STEP_TIMEOUT_SECONDS:.0f} s")
-    finally:
-        for handle in handles:
-            handle.kill()
-        for end in ends:
-            end.cancel()
-        await asyncio.gather(*ends, return_exceptions=True)
-
-
-async def _step_ended(step: str, handle: ProcessHandle, log: Path, before: int) -> None:
-    status = await handle.wait()
-    if status:
-        said = last_word(log, before) if status > 0 else "it was killed"
-        raise StepFailedError(f"{step} on {handle.node} ended with {status}: {said}", status)

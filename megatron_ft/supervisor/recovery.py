@@ -146,7 +146,8 @@ class Recovery:
             active=tuple(members.active),
             nodes=spec.nodes,
         )
-        choice = await self._disk.look(memory, self._state.record)
+        hung = bool(coordinator.hanging)
+        choice = await self._disk.look(memory, self._state.record, hung=hung)
         if sources == "return" and choice.taken is not None:
             memory, sources = NOTHING, "drop"
         reshaped = sources == "return" and not members.fit_again(admitted, memory.stripes)

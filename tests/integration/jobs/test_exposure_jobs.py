@@ -95,7 +95,7 @@ class Losses:
             nonlocal quiet_since
             cycle, drains = job.supervisor.coordinator.cycle, job.supervisor.drains
             paused = job.supervisor.coordinator.paused
-            if not (paused and cycle and cycle.phase.value == "idle") or drains._busy:
+            if not (paused and cycle and cycle.phase.value == "idle") or drains._plan_begun:
                 quiet_since = time.monotonic()
             return time.monotonic() - quiet_since > 2 * job.timing.heartbeat
 

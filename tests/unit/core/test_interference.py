@@ -17,8 +17,8 @@ import pytest
 from megatron_ft.core.background import started_low
 from megatron_ft.core.errors import DrainError
 from megatron_ft.launchers.launcher import Launcher
-from megatron_ft.supervisor.drains import run_step
 from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.steps import run_step
 
 X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls")
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_ft.checkpoint.disk_format import mount_point
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.supervisor.drains import SAFETY_FACTOR, Urgency, is_due, noted_places
+from megatron_ft.supervisor.drain_times import SAFETY_FACTOR, Urgency, gives_way, is_due
+from megatron_ft.supervisor.drains import noted_places
 from megatron_ft.supervisor.emergency_drain import doubled_up
 from megatron_ft.supervisor.job_state import DiskPlaces
 from megatron_ft.supervisor.spec import JobSpec
@@ -82,6 +83,18 @@ def test_the_drain_before_the_time_limit_has_time_to_end(
         assert told == (now >= late)
         assert not told or now <= max(late, 0.0) + tick
     assert told or limit <= 0
+
+
+@given(*[st.floats(0, 1e4)] * 3)
+@settings(derandomize=True, deadline=None)
+def test_a_drain_gives_way_only_to_one_that_can_be_written_instead(
+    running: float, slowest: float, left: float
+) -> None:
+    if gives_way(running, slowest, left):
+        assert 0 < slowest <= left < max(0.0, slowest - running) + slowest
+    assert not gives_way(running, 0.0, left), "nobody knows how long one takes"
+    assert not gives_way(slowest, slowest, left), "it ends just now"
+    assert gives_way(0.0, 10.0, 15.0) and not gives_way(6.0, 10.0, 15.0)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9).filter(any))

@@ -1,0 +1,57 @@
+"""A small file system of its own that can be frozen: whoever writes there waits in the kernel.
+
+Not even SIGKILL ends a process that waits so, as behind a file server that does not answer.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+TOOLS = ("mkfs.ext4", "fsfreeze", "mount", "umount")
+
+
+@dataclass
+class FrozenDisk:
+    """The folder of the file system; it is writable until ``freeze``."""
+
+    folder: Path
+    frozen: bool = False
+
+    def freeze(self) -> None:
+        """Have all writers wait."""
+        subprocess.run(["fsfreeze", "-f", str(self.folder)], check=True)
+        self.frozen = True
+
+    def thaw(self) -> None:
+        """Have them continue."""
+        if self.frozen:
+            subprocess.run(["fsfreeze", "-u", str(self.folder)], check=True)
+            self.frozen = False
+
+
+@contextmanager
+def freezable(folder: Path, mebibytes: int = 16) -> Iterator[FrozenDisk]:
+    """Mount one in ``folder``; the test is skipped where that cannot be."""
+    if os.geteuid() != 0 or any(shutil.which(tool) is None for tool in TOOLS):
+        pytest.skip("cannot freeze a file system: needs root, fsfreeze and mkfs.ext4")
+    image, place = folder / "disk.img", folder / "mounted"
+    with open(image, "wb") as file:
+        file.truncate(mebibytes << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", str(image)], check=True)
+    place.mkdir()
+    if subprocess.call(["mount", "-o", "loop", str(image), str(place)]) != 0:
+        pytest.skip("cannot freeze a file system: no loop device")
+    disk = FrozenDisk(place)
+    try:
+        yield disk
+    finally:
+        disk.thaw()
+        subprocess.run(["umount", "-l", str(place)], check=True)

@@ -1,0 +1,273 @@
+"""Drains that fail, are cut off, hang, or are in the way of a fresher one; steps are the test's."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from megatron_ft.checkpoint.drain import DrainPlan
+from megatron_ft.config import SnapshotConfig
+from megatron_ft.core.errors import DrainError
+from megatron_ft.core.identity import ShardPlacement, SnapshotId
+from megatron_ft.supervisor import drains as module
+from megatron_ft.supervisor.drains import Drains
+from megatron_ft.supervisor.events import JobEvent, Observers
+from megatron_ft.supervisor.orders import Timing
+from megatron_ft.supervisor.spec import JobSpec
+
+WAIT = 20.0
+NEVER = 10**6
+
+
+@dataclass
+class Coordinator:
+    """What drains see of it; ``events`` are what it emits."""
+
+    observers: Observers = field(default_factory=Observers)
+    timing: Timing = Timing(heartbeat=0.01)
+    incarnation: int = 1
+    committed: tuple[SnapshotId, int, str] | None = None
+    durable: tuple[SnapshotId, int] | None = None
+    drain_failures: tuple[int, str] = (0, "")
+    hanging: list[str] = field(default_factory=list)
+    events: list[JobEvent] = field(default_factory=list)
+
+    async def hold(self, *_: Any) -> None:
+        """Pin."""
+
+    async def release(self, *_: Any) -> None:
+        """Unpin."""
+
+    async def refresh(self) -> None:
+        """Heartbeats."""
+
+    def commit(self, iteration: int) -> None:
+        """A newer snapshot."""
+        self.committed = SnapshotId(1, iteration), iteration, "protected"
+        self.observers.emit("committed", "")
+
+    def kinds(self, kind: str) -> list[JobEvent]:
+        """The events of a kind."""
+        return [event for event in self.events if event.kind == kind]
+
+
+class Steps:
+    """Writes that end when the test says so; all other steps end at once."""
+
+    def __init__(self) -> None:
+        self.writes: list[tuple[int, asyncio.Future[None]]] = []
+        self.others: list[str] = []
+
+    async def run(
+        self, _: Any, spec: JobSpec, incarnation: int, step: str, plans: Mapping[str, DrainPlan]
+    ) -> None:
+        """Stands for run_step."""
+        if step != "write":
+            self.others.append(step)
+            return
+        (plan,) = plans.values()
+        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.writes.append((plan.iteration, end))
+        await end
+
+    async def begun(self, count: int) -> asyncio.Future[None]:
+        """The end of write number ``count``, once it has begun."""
+        await until(lambda: len(self.writes) >= count, f"write {count} to begin")
+        return self.writes[count - 1][1]
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    for _ in range(int(WAIT / 0.005)):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"waited in vain for {what}")
+
+
+@dataclass
+class World:
+    """Drains of a job of one shard."""
+
+    coordinator: Coordinator
+    steps: Steps
+    drains: Drains
+    lost: list[str]
+
+    def begin(self) -> None:
+        """An incarnation begins."""
+        self.drains.begin({"dp0": "n0"}, {"dp0": ShardPlacement("n0", 0, ())}, (), 0)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
+    coordinator, steps, lost = Coordinator(), Steps(), list[str]()
+    coordinator.observers.add(coordinator.events.append)
+    monkeypatch.setattr(module, "run_step", steps.run)
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.02)
+    spec = JobSpec(
+        name="j",
+        command=("x",),
+        nodes=4,
+        settings=SnapshotConfig(drain_dir=tmp_path / "disk", drain_interval=NEVER),
+        log_dir=tmp_path,
+    )
+    drains = Drains(spec, cast(Any, None), uuid.uuid4(), cast(Any, coordinator), lambda: bool(lost))
+    return World(coordinator, steps, drains, lost)
+
+
+def test_an_urgent_drain_that_fails_is_tried_until_one_is_complete(world: World) -> None:
+    async def work() -> None:
+        world.begin()
+        world.lost.append("n1")
+        world.coordinator.commit(7)
+        for count in (1, 2, 3):
+            (await world.steps.begun(count)).set_exception(DrainError("no space left"))
+        (await world.steps.begun(4)).set_result(None)
+        await until(lambda: world.coordinator.durable is not None, "a complete drain")
+        world.coordinator.commit(8)
+        await asyncio.sleep(0.1)
+        await world.drains.abandon()
+
+    asyncio.run(work())
+    assert [iteration for iteration, _ in world.steps.writes] == [7] * 4, "and none after it"
+    failed = world.coordinator.kinds("drain_failed")
+    assert len(failed) == 3 and all("tried again soon, as it is urgent" in e.text for e in failed)
+
+
+def test_an_urgent_drain_that_is_cut_off_begins_again_with_the_next_incarnation(
+    world: World,
+) -> None:
+    async def work() -> None:
+        world.begin()
+        world.lost.append("n1")
+        world.coordinator.commit(7)
+        await world.steps.begun(1)
+        await world.drains.abandon()
+        world.begin()
+        world.coordinator.commit(9)
+        (await world.steps.begun(2)).set_result(None)
+        await until(lambda: world.coordinator.durable is not None, "a complete drain")
+        await world.drains.abandon()
+
+    asyncio.run(work())
+    assert world.steps.writes[1][0] == 9
+
+
+def test_an_older_drain_does_not_answer_for_what_became_urgent_behind_its_begin(
+    world: World,
+) -> None:
+    """A stop: the newest snapshot is due as well, whether or not the older one was urgent."""
+
+    async def work() -> bool:
+        world.begin()
+        world.lost.append("n1")
+        world.coordinator.commit(7)
+        older = await world.steps.begun(1)
+        world.coordinator.commit(9)
+        last = asyncio.create_task(world.drains.last(WAIT))
+        await asyncio.sleep(0.05)
+        older.set_result(None)
+        (await world.steps.begun(2)).set_result(None)
+        return await last
+
+    assert asyncio.run(work())
+    assert [iteration for iteration, _ in world.steps.writes] == [7, 9]
+
+
+@pytest.mark.parametrize(("slowest", "fresher"), [(0.0, False), (50.0, True), (99.0, False)])
+def test_at_a_stop_the_freshest_snapshot_that_can_be_written_wins(
+    world: World, slowest: float, fresher: bool
+) -> None:
+    """The first drain shows how long one takes; then the older one is in the way, or is not."""
+
+    async def work() -> None:
+        world.begin()
+        world.lost.append("n1")
+        world.coordinator.commit(7)
+        await world.steps.begun(1)
+        world.coordinator.commit(9)
+        world.drains._slowest = slowest
+        last = asyncio.create_task(world.drains.last(60.0 if fresher else 0.2))
+        if fresher:
+            (await world.steps.begun(2)).set_result(None)
+            assert await last
+        else:
+            assert not await last
+        await world.drains.abandon()
+
+    asyncio.run(work())
+    assert [iteration for iteration, _ in world.steps.writes] == ([7, 9] if fresher else [7])
+
+
+def test_a_last_drain_that_fails_is_tried_a_few_times(world: World) -> None:
+    async def work() -> bool:
+        world.begin()
+        world.coordinator.commit(7)
+        last = asyncio.create_task(world.drains.last(WAIT))
+        for count in range(1, 1 + module.MOST_LAST_TRIES):
+            (await world.steps.begun(count)).set_exception(DrainError("no space left"))
+        return await asyncio.wait_for(last, WAIT / 2)
+
+    assert not asyncio.run(work())
+    assert len(world.steps.writes) == module.MOST_LAST_TRIES
+
+
+def test_no_drain_begins_while_an_older_one_hangs(world: World) -> None:
+    async def work() -> None:
+        world.begin()
+        world.lost.append("n1")
+        world.coordinator.hanging = ["write-3 on n0"]
+        world.coordinator.commit(7)
+        await asyncio.sleep(0.1)
+        assert not world.steps.writes and not world.steps.others
+        world.coordinator.hanging = []
+        (await world.steps.begun(1)).set_result(None)
+        await world.drains.abandon()
+
+    asyncio.run(work())
+
+
+def test_the_end_of_training_waits_for_no_disk_that_hangs(world: World) -> None:
+    """The drain that runs makes no progress, is killed and stays: no other one begins, and the
+    folder is not tidied up there."""
+
+    async def work() -> None:
+        world.begin()
+        world.lost.append("n1")
+        world.coordinator.commit(7)
+        await world.steps.begun(1)
+        world.coordinator.commit(9)
+        end = asyncio.create_task(world.drains.settle())
+        await asyncio.sleep(0.05)
+        emit = world.coordinator.observers.emit
+        emit("reader_stalled", "another reader", reader="verify-17")
+        await asyncio.sleep(0.05)
+        assert not end.done()
+        world.coordinator.hanging = ["write-3 on n0"]
+        emit("reader_stalled", "it has not run", reader="write-3")
+        await asyncio.wait_for(end, WAIT / 2)
+
+    asyncio.run(work())
+    (waits,) = world.coordinator.kinds("drain_awaited")
+    assert "the job ends once iteration 7 is on disk, or" in waits.text
+    (failed,) = world.coordinator.kinds("drain_failed")
+    assert "the job ends, and what was there stays: write has not run for 120 s" in failed.text
+    assert len(world.steps.writes) == 1 and world.steps.others == ["clear"]
+
+
+def test_the_end_of_training_says_that_nothing_more_is_drained(world: World) -> None:
+    async def work() -> None:
+        world.begin()
+        world.coordinator.hanging = ["write-3 on n0"]
+        world.coordinator.commit(7)
+        await asyncio.wait_for(world.drains.settle(), WAIT / 2)
+
+    asyncio.run(work())
+    (failed,) = world.coordinator.kinds("drain_failed")
+    assert failed.text == "nothing more is drained, as the disk hangs: write-3 on n0"
