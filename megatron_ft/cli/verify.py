@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_ft.checkpoint.drained import open_checkpoint
-from megatron_ft.checkpoint.source import SnapshotSource
+from megatron_ft.checkpoint.source import SnapshotInfo, SnapshotSource
 from megatron_ft.cli import common
 from megatron_ft.core.errors import SnapshotUnavailableError
 
@@ -23,6 +24,11 @@ EXIT_CODES: Mapping[int, str] = {
     3: "something is damaged or incomplete, but a whole snapshot is there",
     4: "there is no whole snapshot",
 }
+
+MOST_LOOKS = 5
+"""Most looks at a job that gives up snapshots faster than they are opened."""
+LOOK_SECONDS = 0.2
+"""Pause before the next look at a problem, long enough for headers that are being written."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,18 +57,43 @@ def _found(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def check(source: SnapshotSource) -> dict[str, Any]:
-    """Each snapshot of the source with what is wrong with it, and what is wrong beside them."""
-    entries = []
-    for info in source.snapshots():
-        entry = {"snapshot": str(info.snapshot), "iteration": info.iteration, "level": info.level}
-        try:
-            with source.open(info) as shards:
-                used = sum(shard.record.used_bytes for shard in shards.values())
-                entry |= {"shards": len(shards), "bytes": used, "problem": ""}
-        except SnapshotUnavailableError as error:
-            entry |= {"shards": 0, "bytes": 0, "problem": str(error)}
-        entries.append(entry)
-    return {"source": str(source), "snapshots": entries, "problems": list(source.problems)}
+    """Each snapshot of the source with what is wrong with it, and what is wrong beside them.
+
+    A job that runs gives snapshots up for newer ones.  One that is not listed any more is no
+    damage, nor is a problem that only one look has shown, between two headers.
+    """
+    infos, problems = source.snapshots(), set(source.problems)
+    entries = [_checked(source, info) for info in infos]
+    for _ in range(MOST_LOOKS):
+        gone = _no_longer_listed(source, entries)
+        problems &= set(source.problems)
+        entries = [entry for entry in entries if entry["snapshot"] not in gone]
+        if not gone and not problems:
+            break
+        if gone and not any(not entry["problem"] for entry in entries):
+            known = {entry["snapshot"] for entry in entries}
+            new = [info for info in source.snapshots() if str(info.snapshot) not in known]
+            entries = [*(_checked(source, info) for info in new), *entries]
+        elif problems:
+            time.sleep(LOOK_SECONDS)
+    listed = sorted(problems, key=list(source.problems).index)
+    return {"source": str(source), "snapshots": entries, "problems": listed}
+
+
+def _checked(source: SnapshotSource, info: SnapshotInfo) -> dict[str, Any]:
+    entry = {"snapshot": str(info.snapshot), "iteration": info.iteration, "level": info.level}
+    try:
+        with source.open(info) as shards:
+            used = sum(shard.record.used_bytes for shard in shards.values())
+            return entry | {"shards": len(shards), "bytes": used, "problem": ""}
+    except SnapshotUnavailableError as error:
+        return entry | {"shards": 0, "bytes": 0, "problem": str(error)}
+
+
+def _no_longer_listed(source: SnapshotSource, entries: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Snapshots with a problem that the source has given up since they were listed."""
+    there = {str(info.snapshot) for info in source.snapshots()}
+    return {e["snapshot"] for e in entries if e["problem"] and e["snapshot"] not in there}
 
 
 def render(found: dict[str, Any]) -> str:
