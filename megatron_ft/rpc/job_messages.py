@@ -24,7 +24,8 @@ class Grant(Message, frozen=True):
     """Permit ``snapshot`` at ``iteration`` to every trainer of the node.
 
     With ``give_up_protected`` the last protected one makes room if nothing else can.  Trainers
-    stay at this boundary for up to ``stay`` seconds, as the Permit says.
+    stay at this boundary for up to ``stay`` seconds, as the Permit says.  ``beyond_repair`` is a
+    committed snapshot that nothing can be restored from: it goes first.
     """
 
     incarnation: Count
@@ -32,6 +33,7 @@ class Grant(Message, frozen=True):
     iteration: Count
     give_up_protected: bool = False
     stay: Seconds = 0.0
+    beyond_repair: SnapshotId | None = None
 
 
 class Encode(Message, frozen=True):

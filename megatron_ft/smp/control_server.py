@@ -166,7 +166,7 @@ class ControlServer:
         service.scrub_percent = request.scrub_percent
         await service.events.on_heartbeat(request)
         service.make_memory()
-        service.store.mend_permits()
+        service.later(service.mend())
         missing = service.store.missing()
         return m.LeaseAnswer(
             node=machine.node,

@@ -299,6 +299,12 @@ class SmpService:
             for effect in self.machine.take_effects():
                 await self._perform(effect)
 
+    async def mend(self) -> None:
+        """Have records that were damaged in memory written anew; after the changes under way."""
+        await self.carry_out()
+        if not self.machine.effects:
+            self.store.mend(self.machine)
+
     def count_scrub(self, **more: int) -> None:
         """Add to what the scrub has done."""
         changed = {name: getattr(self.scrub_counts, name) + n for name, n in more.items()}

@@ -68,6 +68,21 @@ def reusable(
     ]
 
 
+def without_lost(
+    slots: Sequence[SlotHeader], lost: SnapshotId | None, spared: Collection[SnapshotId] = ()
+) -> Sequence[SlotHeader]:
+    """The slots with that of a ``lost`` snapshot as free, if another committed one is beside it.
+
+    Committed bytes may be damaged beyond what parity makes up for.  Then an older snapshot is what
+    every failure falls back to, and must not make room for the next one.
+    """
+    kept = any(s.state == SlotState.COMMITTED and s.snapshot != lost for s in slots)
+    if lost is None or lost in spared or not kept:
+        return slots
+    given = [s.state == SlotState.COMMITTED and s.snapshot == lost for s in slots]
+    return [EMPTY_SLOT if free else s for free, s in zip(given, slots, strict=True)]
+
+
 def oldest_reusable(
     slots: Sequence[SlotHeader],
     spared: Collection[SnapshotId] = (),

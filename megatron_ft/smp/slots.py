@@ -22,6 +22,7 @@ from megatron_ft.smp.slot_rules import (
     oldest_reusable,
     reusable,
     still_written,
+    without_lost,
 )
 
 
@@ -32,6 +33,7 @@ class Promise(NamedTuple):
     iteration: int
     slot: int
     give_up_protected: bool
+    lost: SnapshotId | None = None
 
 
 class ShardSlots:
@@ -102,9 +104,9 @@ class ShardSlots:
 
     # Permits and pins.
 
-    def may_grant(self, *, give_up_protected: bool = False) -> bool:
+    def may_grant(self, *, give_up_protected: bool = False, lost: SnapshotId | None = None) -> bool:
         """True if there is room for a new snapshot and the trainer has stopped with the last."""
-        return not capturing(self.slots) and self.victim(give_up_protected) is not None
+        return not capturing(self.slots) and self.victim(give_up_protected, lost) is not None
 
     def held_back(self) -> bool:
         """True if only readers are in the way of the next snapshot."""
@@ -127,15 +129,17 @@ class ShardSlots:
     def _made(self) -> list[SlotHeader]:
         return self.slots[: self.made]
 
-    def victim(self, give_up_protected: bool = False) -> int | None:
+    def victim(self, give_up_protected: bool = False, lost: SnapshotId | None = None) -> int | None:
         """The slot for the next snapshot, None if all are needed or read.
 
-        With ``give_up_protected`` the last protected one, if no other is left.
+        With ``give_up_protected`` the last protected one, if no other is left.  ``lost`` is a
+        committed snapshot that nothing can be restored from.
         """
         spared = self.pins.values()
-        index = oldest_reusable(self._made, spared)
+        made = without_lost(self._made, lost, spared)
+        index = oldest_reusable(made, spared)
         if index is None and give_up_protected:
-            return oldest_reusable(self._made, spared, give_up_protected=True)
+            return oldest_reusable(made, spared, give_up_protected=True)
         return index
 
     def check_pinnable(self, snapshot: SnapshotId) -> None:
@@ -160,15 +164,20 @@ class ShardSlots:
         self.pins.pop(reader, None)
 
     def grant(
-        self, snapshot: SnapshotId, iteration: int, *, give_up_protected: bool = False
+        self,
+        snapshot: SnapshotId,
+        iteration: int,
+        *,
+        give_up_protected: bool = False,
+        lost: SnapshotId | None = None,
     ) -> int:
         """Promise a slot to the trainer; its content stays.  Returns the slot's number."""
-        index = self.victim(give_up_protected)
+        index = self.victim(give_up_protected, lost)
         if self.held_back():
             raise m.PinnedError(f"{self.shard_id} has no slot for {snapshot} but those being read")
         if index is None or capturing(self.slots):
             raise m.TransitionRefusedError(f"{self.shard_id} has no free slot for {snapshot}")
-        self.promise = Promise(snapshot, iteration, index, give_up_protected)
+        self.promise = Promise(snapshot, iteration, index, give_up_protected, lost)
         return index
 
     def begin_capture(self, snapshot: SnapshotId) -> None:
@@ -184,7 +193,8 @@ class ShardSlots:
         if promise is None or promise.snapshot != snapshot:
             raise m.TransitionRefusedError(f"{self.shard_id} has promised no slot for {snapshot}")
         give_up, spared = promise.give_up_protected, self.pins.values()
-        if promise.slot not in reusable(self.slots, spared, give_up_protected=give_up):
+        slots = without_lost(self.slots, promise.lost, spared)
+        if promise.slot not in reusable(slots, spared, give_up_protected=give_up):
             raise m.TransitionRefusedError(f"the slot promised to {snapshot} is needed or read")
         self.promise = None
         begun = replace(EMPTY_SLOT, state=SlotState.CAPTURING, snapshot=snapshot)

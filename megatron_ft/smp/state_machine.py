@@ -141,12 +141,17 @@ class NodeMachine:
         if self.held_back():
             raise m.PinnedError(f"snapshots are being read: {', '.join(self.readers())}")
         for slots in self.shards.values():
-            if not slots.may_grant(give_up_protected=message.give_up_protected):
+            if not slots.may_grant(
+                give_up_protected=message.give_up_protected, lost=message.beyond_repair
+            ):
                 raise m.TransitionRefusedError(f"{slots.shard_id} has no free slot")
         self._record_newest(snapshot)
         for shard_id, slots in self.shards.items():
             index = slots.grant(
-                snapshot, message.iteration, give_up_protected=message.give_up_protected
+                snapshot,
+                message.iteration,
+                give_up_protected=message.give_up_protected,
+                lost=message.beyond_repair,
             )
             permit = Permit(snapshot, message.iteration, index, stay=message.stay)
             self._emit(StorePermit(shard_id, permit))

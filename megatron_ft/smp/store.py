@@ -299,12 +299,17 @@ class ArenaStore:
         if after:
             reach(after)
 
-    def mend_permits(self) -> None:
-        """Write each permit again that is not in memory as it was given.
+    def mend(self, machine: NodeMachine) -> None:
+        """Write again what is not in memory as it was given: permits, and damaged headers.
 
-        A trainer that does not find it passes its iteration in silence, and the job waits for the
-        capture.
+        A trainer that does not find its permit passes its iteration in silence, and the job waits
+        for the capture.  An encoder that is started next could not open an arena without header.
+        All that ``machine`` has decided must be stored.
         """
+        for shard_id, arena in self.arenas.items():
+            slots = machine.shards[shard_id].slots
+            if arena.in_place() and (mended := arena.mend_records(self._headers[shard_id], slots)):
+                log.warning("%s was damaged and is mended: %s", arena.path, ", ".join(mended))
         for shard_id, permit in self._permits.items():
             arena = self.arenas.get(shard_id)
             if arena is not None and arena.permit() != permit:

@@ -92,6 +92,7 @@ class Coordinator(Connections):
         self._standstill: Standstill | None = None
         self._encoding_since = self._world_seen = self._first_try = 0.0
         self._protect_tries: dict[SnapshotId, int] = {}
+        self._lost_reported: SnapshotId | None = None
 
     def view(self) -> dict[str, dict[str, Any]]:
         """The job as the coordinator sees it, for its summary: JSON objects by part."""
@@ -271,8 +272,9 @@ class Coordinator(Connections):
                 self._first_try = self._first_try if tries else time.monotonic()
                 self._protect_tries = {newest[0]: tries + 1}
                 return actions
-        give_up = self.crowded and not self.pinned and self._gives_way(cycle)
-        if self.pinned or self.unmade or (self.crowded and not give_up):
+        lost = self._beyond_repair(cycle)
+        give_up = lost is None and self.crowded and not self.pinned and self._gives_way(cycle)
+        if self.pinned or self.unmade or (self.crowded and not give_up and lost is None):
             self._skip(max(fastest, cycle.schedule.first), interval)
             return []
         skipped = self.skips.end(fastest, interval)
@@ -280,12 +282,25 @@ class Coordinator(Connections):
             text = f"captures continue, {skipped} were skipped"
             self.observers.emit("released", text, skipped=skipped)
         if halt is not None:
-            return cycle.propose(fastest, world, ahead=halt.ahead, stay=halt.seconds)
-        actions = cycle.propose(fastest, world, give_up_protected=give_up)
+            stay = halt.seconds
+            return cycle.propose(fastest, world, ahead=halt.ahead, stay=stay, lost=lost)
+        actions = cycle.propose(fastest, world, give_up_protected=give_up, lost=lost)
         if give_up and actions:
             text = "it makes room for the next capture: encoders have been away for too long"
             self.observers.emit("given_up", f"the last protected snapshot is given up: {text}")
+        if lost is not None and actions and lost != self._lost_reported:
+            self._lost_reported = lost
+            text = "its bytes are damaged, and parity does not make up for it"
+            self.observers.emit("given_up", f"the newest snapshot is given up: {text}")
         return actions
+
+    def _beyond_repair(self, cycle: SnapshotCycle) -> SnapshotId | None:
+        """The newest committed snapshot if it is damaged so that no failure can fall back to it."""
+        if self.committed is None or set(cycle.nodes) - self.held.keys():
+            return None
+        newest, crash = self.committed[0], self.fallbacks().crash
+        damaged = any(snapshot == newest for _, snapshot in self.damage.lost)
+        return newest if damaged and (crash is None or crash.snapshot < newest) else None
 
     def _unprotectable(self, cycle: SnapshotCycle) -> bool:
         return bool(cycle.stripes) and not self.usable_world
@@ -357,6 +372,8 @@ class Coordinator(Connections):
         if self._standstill is not None and self.cycle is not None and self.cycle.stay:
             if not self._standstill.ended.done():
                 self._standstill.ended.set_result(ended)
+        if ended.corrupt and self.cycle is not None:
+            self.damage.count_refused(ended.corrupt, self.cycle.places)
         if ended.again and ended.level == "local":
             # It is what it was, or known to be less; the event of the broken world has the reason.
             self.damage.count_lost(ended.snapshot, ended.corrupt)
@@ -379,6 +396,7 @@ class Coordinator(Connections):
         self.committed, self.given_up = (snapshot, iteration, level), (0, "")
         if level == "protected":
             self.protected = (snapshot, iteration)
+            self.damage.all_accepted()
 
     def _on_event(self, event: m.NodeEvent) -> None:
         try:

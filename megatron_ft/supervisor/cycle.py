@@ -148,6 +148,7 @@ class SnapshotCycle:
         give_up_protected: bool = False,
         ahead: int | None = None,
         stay: float = 0.0,
+        lost: SnapshotId | None = None,
     ) -> list[Action]:
         """Permit the next snapshot, if none is under way.
 
@@ -155,7 +156,8 @@ class SnapshotCycle:
         yet; ``world`` the encoder world that is up on all nodes, "" if none.  The last
         protected snapshot makes room for it only with ``give_up_protected``.  With ``ahead`` it
         is of so many iterations after the soonest possible one, whatever the interval.  Trainers
-        stay at its boundary for up to ``stay`` seconds.
+        stay at its boundary for up to ``stay`` seconds.  ``lost`` is a committed snapshot that
+        nothing can be restored from: it makes room first.
         """
         if self.phase != CyclePhase.IDLE or self._last:
             return []
@@ -172,7 +174,8 @@ class SnapshotCycle:
         self._broken, self._corrupt = "", frozenset()
         self._waiting, self._writing = set(self.places), set(self.places)
         self._passed_since, self.stay, self._replicas = None, stay, {}
-        grant = m.Grant(self.incarnation, self.snapshot, self.iteration, give_up_protected, stay)
+        given_up = give_up_protected, stay, lost
+        grant = m.Grant(self.incarnation, self.snapshot, self.iteration, *given_up)
         return self._to_all(grant)
 
     def protect(self, snapshot: SnapshotId, iteration: int, world: str) -> list[Action]:

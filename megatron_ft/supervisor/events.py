@@ -57,6 +57,7 @@ KINDS: Mapping[str, str] = {
     "backoff": "the next start waits, after repeated failures",
     "damaged": "memory of a node is damaged and counts as lost",
     "corrupt": "bytes differ from their digests and count as lost",
+    "suspect": "encoders refuse the bytes of one arena again and again",
     "refused": "a node refused an order",
     "unhealthy": "the health command failed on a node",
     "health_unknown": "the health command has said nothing of a node",

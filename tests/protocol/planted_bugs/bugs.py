@@ -188,13 +188,13 @@ BUGS = (
         "captures always take slot 0, the last snapshot or not",
         (
             Edit(
-                "        index = oldest_reusable(self._made, spared)\n",
+                "        index = oldest_reusable(made, spared)\n",
                 "        ready = self.slots[0].state in (SlotState.FREE, SlotState.COMMITTED)\n"
                 "        index = 0 if ready else None\n",
             ),
             Edit(
                 "        if promise.slot not in reusable("
-                "self.slots, spared, give_up_protected=give_up):\n",
+                "slots, spared, give_up_protected=give_up):\n",
                 "        if promise.slot:\n",
             ),
         ),

@@ -19,6 +19,7 @@ from megatron_ft.smp.slot_rules import (
     oldest_reusable,
     protected_gives_way,
     still_written,
+    without_lost,
 )
 from tests.support.slot_samples import (
     CAPTURING,
@@ -104,3 +105,26 @@ def test_who_writes_where() -> None:
         written = trainer and state == CAPTURING
         written = written or (encoder and state in (ENCODING, REBUILDING))
         assert still_written(state, trainer, encoder) == written
+
+
+@given(SLOTS, st.data())
+@MANY
+def test_a_lost_snapshot_makes_room_before_what_is_whole(
+    slots: list[SlotHeader], data: st.DataObject
+) -> None:
+    """It is committed, and nothing can be restored from it: the older one beside it must stay."""
+    committed = [s.snapshot for s in slots if s.state == COMMITTED]
+    lost = data.draw(st.sampled_from([None, SnapshotId(9, 9), *committed]))
+    whole = [s for s in committed if s != lost]
+    changed = without_lost(slots, lost)
+    index = oldest_reusable(changed)
+    if lost in committed and whole:
+        assert index is not None and slots[index].snapshot != newest_of(whole)
+        spared = without_lost(slots, lost, [lost])
+        assert spared == slots, "a reader keeps it"
+    else:
+        assert changed == slots
+
+
+def newest_of(snapshots: list[SnapshotId | None]) -> SnapshotId:
+    return max(s for s in snapshots if s is not None)

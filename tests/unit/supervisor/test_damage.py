@@ -41,3 +41,18 @@ def test_damage_of_what_nobody_holds_any_more_is_not_shown() -> None:
     damage.count_lost(TWO, {"dp0", "dp1"})
     assert damage.held([m.HeldSnapshot(TWO, 4, True)]) == 2
     assert damage.held([]) == 0
+
+
+def test_an_arena_whose_bytes_are_refused_twice_in_a_row_is_named() -> None:
+    events = told(observers := Observers())
+    damage = DamagedShards(observers)
+    places = {"dp0": "n0", "dp1": "n1"}
+    damage.count_refused({"dp0"}, places)
+    damage.all_accepted()
+    damage.count_refused({"dp0", "dp1"}, places)
+    assert events == []
+    damage.count_refused({"dp1"}, places)
+    damage.count_refused({"dp1"}, places)
+    (event,) = events
+    assert event.kind == "suspect" and event.fields == {"shard": "dp1", "node": "n1"}
+    assert "the arena of dp1 on n1" in event.text and "evacuate n1" in event.text
