@@ -31,6 +31,14 @@ class ConfigError(MegatronFTError, ValueError):
     """A setting is unknown, has the wrong type, or contradicts another one."""
 
 
+class UsageError(MegatronFTError, ValueError):
+    """A call of the public interface that cannot be right; says which call is."""
+
+
+class ProcessChangedError(MegatronFTError):
+    """A process is not as a new one any more: what trains in it again would run differently."""
+
+
 class ProtectionError(ConfigError):
     """The wanted redundancy cannot be built from the failure domains that exist."""
 

@@ -232,6 +232,7 @@ class Coordinator(Connections):
         while self.cycle is cycle:
             if self.usable_world:
                 self._world_seen = time.monotonic()
+            self._learn_numbering(cycle)
             if cycle.phase == CyclePhase.IDLE and not self.paused:
                 await self.refresh()
                 # A pause may have come with these heartbeats.
@@ -253,9 +254,17 @@ class Coordinator(Connections):
             except asyncio.TimeoutError:
                 continue
 
+    def _learn_numbering(self, cycle: SnapshotCycle) -> None:
+        """Let the schedule know how trainers number: a permit is for a number that they pass."""
+        heard = [one.report for one in self.pulses.all() if one.report.done]
+        if heard:
+            last = max(heard, key=lambda report: report.done)
+            if text := cycle.schedule.heard(last.done, last.iteration):
+                self.observers.emit("numbering", text, stride=cycle.schedule.numbering.stride)
+
     def _next(self, cycle: SnapshotCycle) -> list[Action]:
         """Begin what is due: parity of the newest local snapshot, or a new one if it has room."""
-        interval = cycle.schedule.interval
+        interval = cycle.schedule.spacing
         fastest = self._fastest(cycle)
         newest, world, halt = self.committed, self.usable_world, self._standstill
         if halt is not None and halt.ended.done():

@@ -261,7 +261,7 @@ class Incarnation:
             await coordinator.refresh()
             coordinator.arena_missing.clear()
             serves, cycle = coordinator.fallbacks().crash, coordinator.cycle
-            most = 0 if cycle is None else MOST_INTERVALS * cycle.schedule.interval
+            most = 0 if cycle is None else MOST_INTERVALS * cycle.schedule.spacing
             found = "nothing" if serves is None else f"only iteration {serves.iteration}"
             for node in self.plan.active:
                 if not (text := coordinator.missing.get(node)):

@@ -31,23 +31,27 @@ class Debt:
 
     def __init__(self) -> None:
         self._rest = self._paid = self._judged = self._most = 0
+        self._credit = CREDIT * PRICE
 
     @property
     def until(self) -> int:
         """The end of the rest, or of what is owed if that is later."""
-        return max(self._rest, self._paid - CREDIT * PRICE)
+        return max(self._rest, self._paid - self._credit)
 
-    def charge(self, iteration: int, late: int) -> None:
+    def charge(self, iteration: int, late: int, stride: int = 1) -> None:
         """Count what a rank reports after ``iteration``: how many were late; 0: one may have been.
+
+        Numbers of iterations rise by ``stride``.
 
         Ranks iterate together and speak of the same iterations, a moment apart: the one that
         counts most is charged.
         """
         if not late:
-            self._rest = max(self._rest, iteration + REST)
+            self._rest = max(self._rest, iteration + REST * stride)
             return
-        if iteration > self._judged + REST // 2:
+        self._credit = CREDIT * PRICE * stride
+        if iteration > self._judged + REST * stride // 2:
             self._judged, self._most = iteration, 0
         more, self._most = max(0, late - self._most), max(late, self._most)
-        owed = max(self._paid, iteration) + more * PRICE
-        self._paid = min(owed, iteration + CREDIT * PRICE + MOST_WAIT)
+        owed = max(self._paid, iteration) + more * PRICE * stride
+        self._paid = min(owed, iteration + self._credit + MOST_WAIT * stride)

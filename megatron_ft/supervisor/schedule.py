@@ -20,12 +20,48 @@ from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.pressure import Debt
 
 
+class Numbering:
+    """Learns by how much the numbers that trainers give to ``save`` rise from call to call.
+
+    ``stride`` is that: 1, the iterations between two calls, or the tokens of an iteration.  Where
+    numbers rise by different amounts (``irregular``) it is their greatest common divisor.
+    """
+
+    def __init__(self, stride: int = 1) -> None:
+        self.stride, self.irregular = stride, False
+        self._last: tuple[int, int] | None = None
+        self._step = 0
+
+    def heard(self, done: int, iteration: int) -> str:
+        """Take that ``done`` iterations have ended, the last as number ``iteration``.
+
+        Returns what people should know of it, once for each change.
+        """
+        last, self._last = self._last, (done, iteration)
+        if last is None or done <= last[0] or iteration <= last[1]:
+            return ""
+        before = (self.stride, self.irregular)
+        step, rest = divmod(iteration - last[1], done - last[0])
+        self.irregular = bool(rest) or self._step not in (0, step)
+        self._step = 0 if rest else step
+        self.stride = math.gcd(self.stride, iteration - last[1]) if self.irregular else step
+        if before == (self.stride, self.irregular):
+            return ""
+        if self.irregular:
+            return (
+                "the numbers that the script gives to save() rise by different amounts: snapshots "
+                "are taken where a number can be foreseen; let them rise by one"
+            )
+        return f"the numbers that the script gives to save() rise by {self.stride}"
+
+
 class Schedule:
     """Chooses the iteration of each snapshot, and learns how far ahead to permit it.
 
     Snapshots are of multiples of ``interval``; if it is not ``fixed``, of so many iterations after
     the last.  It may be changed at any time.  ``first`` is the iteration that training starts
-    from, 0 or the restored one.
+    from, 0 or the restored one.  Where the numbers of iterations do not rise by 1 (``numbering``),
+    a snapshot is of the first one at or behind these that training passes.
 
     ``lead`` is how many iterations ahead of the fastest known trainer a permit is given; it grows
     when a permit came too late and shrinks again after ``CALM`` commits in a row.  Where every
@@ -38,8 +74,11 @@ class Schedule:
     MOST_LEAD = 64
     CALM = 16
 
-    def __init__(self, interval: int, first: int = 0, *, fixed: bool = True) -> None:
+    def __init__(
+        self, interval: int, first: int = 0, *, fixed: bool = True, stride: int = 1
+    ) -> None:
         self.interval, self.fixed, self.first = interval, fixed, first
+        self.numbering = Numbering(stride)
         self.lead, self.debt = self._least_lead(), Debt()
         self._before = self._spent = self._reached = first
         self._refused = -1
@@ -51,12 +90,29 @@ class Schedule:
         That is the highest iteration that any trainer has finished, -1 if none has yet.  With
         ``ahead`` the interval does not count: so many iterations after the soonest one.
         """
-        soonest = (self.first if progress < 0 else progress) + self.lead + 1
+        passed, stride = self.first if progress < 0 else progress, self.numbering.stride
+        soonest = passed + (self.lead + 1) * stride
         if ahead is not None:
-            return soonest + ahead
-        if not self.fixed:
-            return max(soonest, self._spent + self.interval)
-        return -(-soonest // self.interval) * self.interval
+            return soonest + ahead * stride
+        wanted = max(soonest, self._spent + self.interval * stride)
+        if self.fixed:
+            wanted = -(-soonest // self.interval) * self.interval
+        return passed - (passed - wanted) // stride * stride
+
+    @property
+    def spacing(self) -> int:
+        """By how much the numbers of two snapshots differ at their interval."""
+        stride = self.numbering.stride
+        return -(-self.interval // stride) * stride if self.fixed else self.interval * stride
+
+    def heard(self, done: int, iteration: int) -> str:
+        """Take what a trainer reports, and return what people should know, as Numbering does."""
+        before = self.numbering.stride
+        text = self.numbering.heard(done, iteration)
+        if self.numbering.stride != before:
+            # Permits were missed for another reason than that they came late.
+            self.lead = self._least_lead()
+        return text
 
     def reached(self, progress: int) -> None:
         """Note that training has come to ``progress``, as for ``next_iteration``.
@@ -188,7 +244,10 @@ class Pacing:
         Without an ``interval`` (0) it has what is known from earlier incarnations.
         """
         governed = interval or self._governor.iterations
-        self._schedule, self._late = Schedule(governed, first, fixed=interval > 0), False
+        # The script numbers as in its last start; where it does not, that is learned again.
+        stride = 1 if self._schedule is None else self._schedule.numbering.stride
+        self._schedule = Schedule(governed, first, fixed=interval > 0, stride=stride)
+        self._late = False
         return self._schedule
 
     def failed(self) -> None:
@@ -200,7 +259,7 @@ class Pacing:
         iterations."""
         body, schedule, governor = event.body, self._schedule, self._governor
         if schedule is not None and isinstance(body, m.Slowed):
-            self._wait(schedule.debt, body)
+            self._wait(schedule, body)
         if schedule is None or schedule.fixed or not isinstance(body, m.CaptureCost):
             return
         cost = body.stall_seconds + body.shadow_seconds
@@ -216,10 +275,11 @@ class Pacing:
             text += f"{mtbf / 3600:.3g} h between failures"
             self._observers.emit("interval", text, iterations=now, overhead=governor.overhead)
 
-    def _wait(self, debt: Debt, slowed: m.Slowed) -> None:
+    def _wait(self, schedule: Schedule, slowed: m.Slowed) -> None:
         """Hold snapshots back for iterations that one has made late."""
+        debt = schedule.debt
         before = debt.until
-        debt.charge(slowed.iteration, slowed.late)
+        debt.charge(slowed.iteration, slowed.late, schedule.numbering.stride)
         if debt.until > before and (slowed.late or before <= slowed.iteration):
             self._late = self._late or slowed.late > 0
             seen = f"{slowed.late} iterations" if slowed.late else f"iteration {slowed.iteration}"

@@ -205,13 +205,21 @@ class Capture:
         assert self._engine is not None
         self._engine.arena.write_progress(iteration)
         permit = self._engine.arena.permit()
+        if went_back := iteration < self._ended:
+            self._warn(
+                "order",
+                "save(%d) follows save(%d): right after the script has loaded an older checkpoint "
+                "in this process, otherwise a mistake: numbers have to rise from call to call",
+                iteration,
+                self._ended,
+            )
         due = boundary_action(
             permit,
             iteration,
             self._answered,
             busy=self.running,
             declined=declined,
-            went_back=iteration < self._ended,
+            went_back=went_back,
         )
         self._ended = iteration
         if permit is None or due is BoundaryAction.WAIT:

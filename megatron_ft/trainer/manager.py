@@ -38,6 +38,7 @@ from megatron_ft.trainer.state import HasCheckpointForm, TrainingState
 from megatron_ft.trainer.stats import CaptureStats, Warner
 from megatron_ft.trainer.teardown import on_teardown
 from megatron_ft.trainer.ticket import Ticket
+from megatron_ft.trainer.usage import ManagersOfProcess, StepThread, iteration_number
 
 logger = logging.getLogger(__name__)
 
@@ -113,9 +114,13 @@ copy thread still maps the arena.
 """
 
 
+_managers = ManagersOfProcess()
+
+
 def _close_all() -> None:
     for manager in list(_open):
         manager.close(at_once=True)
+    _managers.restarted()
 
 
 on_teardown(_close_all)
@@ -137,8 +142,9 @@ class SnapshotManager:
     iteration (it captures only where the job agreed to, and skips otherwise); the
     optimizer steps inside ``fence()``, or ``register_fence(optimizer)`` once; ``close``.
     With ``last``, the iteration with which training ends, an earlier end is no end: see ``close``.
-    All calls come from the training thread.  After start-up no call raises because of a
-    snapshot: what fails is warned of, counted in ``stats`` and reported to the SMP.
+    All calls come from the training thread.  After start-up, which ends with the first ``save``,
+    no call raises because of a snapshot: what fails is warned of, counted in ``stats`` and
+    reported to the SMP.
 
     ``state`` is a mapping of names to tensors, DTensors, objects with state_dict and
     load_state_dict, or small values that core.objects.encode takes; or a TrainingState.
@@ -167,11 +173,14 @@ class SnapshotManager:
         Leave out what is only nearly equal, or restored ranks continue from a mixture.
         ``rank_rule`` says with how many ranks the program could resume from a checkpoint.
         ``last`` is the iteration with which training ends (0: the setting last_iteration).
-        Raises NotUnderSupervisorError outside ``megatron-ft run`` unless ``client`` is given.
+        Raises NotUnderSupervisorError outside ``megatron-ft run``, and UsageError for a second
+        manager of one process, unless ``client`` is given.
         """
+        if client is None:
+            _managers.require_first([manager.shard_id for manager in _open])
         self.config = config or SnapshotConfig.from_env()
         self.rank = number("RANK", 0) if rank is None else rank
-        self.shard_id = shard_id or make_shard_id(dp=self.rank)
+        self.shard_id: str = shard_id or make_shard_id(dp=self.rank)
         self.stats = CaptureStats()
         self.watch = TrainerWatch(None, self.rank) if client else watch(self.rank)
         RECORDER.begin(self.watch.file)
@@ -185,6 +194,7 @@ class SnapshotManager:
         self._registered: _Registered | None = None
         self._last, self._reached = last or self.config.last_iteration, -1
         self._said_end = False
+        self._thread, self._saved = StepThread(), False
         _open.add(self)
 
     @property
@@ -245,11 +255,12 @@ class SnapshotManager:
 
         Call it when the state is complete: an optimizer's moments exist after its first
         step or a load.  Blocks until all ranks have come here; raises what start-up can
-        raise (ArenaMemoryError, LayoutMismatchError, UnencodableError, ControlPlaneError).
+        raise (ArenaMemoryError, LayoutMismatchError, UnencodableError, ControlPlaneError), and
+        UsageError if a snapshot is offered that was neither loaded nor declined.
         """
         assert not self._capture.is_open, "prepare was called twice"
         self._pending.require_whole()
-        self._pending.get()
+        self._pending.require_answered()
         if isinstance(state, Mapping):
             self._warn_of_clients()
         adapted = self._adapt(state)
@@ -283,12 +294,19 @@ class SnapshotManager:
     def save(self, iteration: int, state: State) -> Ticket:
         """Say that ``iteration`` has ended, and capture it if the job permits; returns at once.
 
-        Call it at every iteration boundary, on all ranks.
+        Call it at every iteration boundary, on all ranks, in the thread that steps the optimizer.
+        Numbers may rise by any step that stays the same.  Raises UsageError for what is no number,
+        and what ``prepare`` raises, in the first call only.
         """
+        if not self._saved:
+            iteration = iteration_number(iteration)
         if not self._capture.is_open:
             self.prepare(state)
-        self._reached = iteration
+        self._saved = True
         try:
+            iteration = iteration_number(iteration)
+            self._thread.require()
+            self._reached = iteration
             seconds = self.watch.iteration_ended(iteration)
             return self._capture.end_iteration(
                 iteration,
@@ -298,7 +316,8 @@ class SnapshotManager:
             )
         except Exception as error:
             # Snapshots are a service to training and must never end it.
-            self._warn("save", "save(%d) failed: %r; training continues", iteration, error)
+            kind = type(error).__name__
+            self._warn(kind, "save(%s) failed: %r; training continues", iteration, error)
             return self._capture.skip(iteration)
 
     def report_loss(self, loss: float) -> None:
@@ -354,6 +373,8 @@ class SnapshotManager:
         self._hooks.clear()
         RECORDER.begin(None)
         self.watch.close()
+        if self._saved and self in _open:
+            _managers.closed(self.shard_id)
         try:
             self._capture.close(at_once=at_once)
         finally:
@@ -383,5 +404,6 @@ class SnapshotManager:
 
     def _before_step(self) -> None:
         self._pending.require_whole()
+        self._thread.steps()
         self.watch.step()
         self._capture.fence()

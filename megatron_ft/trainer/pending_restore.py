@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.core import private_files
-from megatron_ft.core.errors import CorruptBlockError, LayoutMismatchError
+from megatron_ft.core.errors import CorruptBlockError, LayoutMismatchError, UsageError
 from megatron_ft.core.shard import ShardLayout, pack_meta
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.client import ReshapeOffer, RestoreOffer, TrainerClient
@@ -119,6 +119,17 @@ class PendingRestore:
                 "process, so that the job recovers"
             ) from self.broken_off
 
+    def require_answered(self) -> None:
+        """UsageError if the offer was neither loaded nor declined: training began without it."""
+        if (offer := self.get()) is not None and self.restored is None:
+            with self._reporting():
+                raise UsageError(
+                    f"the job offers {self._shard_id} the snapshot of iteration {offer.iteration}, "
+                    "and the script saves without it: it would train again from the beginning. "
+                    "Call `iteration = snapshots.load(into=state)` before the loop and begin "
+                    "behind that iteration, or snapshots.decline() on all ranks"
+                )
+
     def check(self, layout: ShardLayout) -> None:
         """LayoutMismatchError unless what was restored fits what is captured from now on."""
         if self.restored is not None:
@@ -130,8 +141,8 @@ class PendingRestore:
         """Reports to the job what keeps this shard from its snapshot, before it ends this rank."""
         try:
             yield
-        except (LayoutMismatchError, CorruptBlockError) as error:
-            if isinstance(error, LayoutMismatchError):
+        except (LayoutMismatchError, UsageError, CorruptBlockError) as error:
+            if not isinstance(error, CorruptBlockError):
                 self._client.send(m.Unfit(self._shard_id, type(error).__name__, str(error)))
             # Closing sends what is queued; the process is about to end.
             self._client.close()

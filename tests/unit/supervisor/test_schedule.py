@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.supervisor.schedule import Schedule
+from megatron_ft.supervisor.schedule import Numbering, Schedule
 
 INTERVALS = st.integers(1, 50)
 ITERATIONS = st.integers(0, 10_000)
@@ -111,3 +111,71 @@ def test_commits_are_counted_from_the_first_one() -> None:
         schedule.committed()
         leads.append(schedule.lead)
     assert leads == [1] * (Schedule.CALM - 1) + [0]
+
+
+def hit(schedule: Schedule, numbers: list[int], seen_every: int) -> list[int]:
+    """Numbers of ``numbers`` that a permit was for, as the coordinator and the ranks meet them.
+
+    The coordinator hears of every so many iterations, and permits when nothing is under way.
+    """
+    permitted, hits, heard = schedule.next_iteration(-1), [], -1
+    schedule.permitted(permitted)
+    for done, number in enumerate(numbers, 1):
+        if done % seen_every == 0:
+            schedule.heard(done, number)
+            heard = number
+        if number < permitted:
+            continue
+        if number == permitted:
+            hits.append(number)
+            schedule.committed()
+        else:
+            schedule.missed()
+        schedule.reached(number)
+        permitted = schedule.next_iteration(max(heard, number))
+        schedule.permitted(permitted)
+    return hits
+
+
+@given(
+    st.integers(1, 10_000),
+    st.integers(0, 5000),
+    st.integers(1, 5),
+    st.integers(1, 30),
+    st.booleans(),
+)
+@settings(MANY, max_examples=60)
+def test_numbers_that_rise_by_any_step_are_met(
+    step: int, begin: int, seen_every: int, interval: int, fixed: bool
+) -> None:
+    """Tokens for iterations, or a save every hundred of them."""
+    schedule = Schedule(interval, fixed=fixed)
+    numbers = [begin + step * number for number in range(1, 201)]
+    hits = hit(schedule, numbers, seen_every)
+    assert hits and numbers.index(hits[0]) < 2 * interval + 20
+    # Once it is known, each permit is met, at its interval.
+    assert schedule.numbering.stride == step and not schedule.numbering.irregular
+    assert len(hits) >= (180 - 2 * interval) // (interval + 5)
+
+
+def test_numbers_that_cannot_be_foreseen_are_named_once_and_met_by_chance() -> None:
+    numbering = Numbering()
+    numbers = [0, 3, 7, 8, 20, 21, 30, 34]
+    said = [numbering.heard(done, number) for done, number in enumerate(numbers)]
+    texts = [text for text in said if text]
+    assert "rise by 3" in texts[0] and len(texts) == 2
+    assert "different amounts" in texts[1] and "let them rise by one" in texts[1]
+    assert (numbering.stride, numbering.irregular) == (1, True)
+
+
+def test_training_that_goes_back_is_no_other_numbering() -> None:
+    numbering = Numbering()
+    pairs = [(1, 100), (2, 200), (5, 500), (6, 300), (7, 400), (9, 600)]
+    assert [bool(numbering.heard(*pair)) for pair in pairs] == [False, True] + 4 * [False]
+    assert numbering.stride == 100
+
+
+def test_a_job_that_starts_again_knows_the_numbering() -> None:
+    schedule = Schedule(2, 4096, stride=4096)
+    assert schedule.next_iteration(-1) == 3 * 4096 and schedule.spacing == 4096
+    assert schedule.next_iteration(8192, ahead=1) == 5 * 4096

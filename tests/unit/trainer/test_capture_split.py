@@ -106,7 +106,7 @@ def trainer(rank: int, directory: str) -> None:
 
 def refuse_unequal_replicas(smp: FakeSmp, options: dict[str, Any]) -> None:
     """One bit that differs on one rank is found by both before anything is captured."""
-    state = build(seed=1)
+    state, smp.offer = build(seed=1), None
     if dist.get_rank() == 1:
         weight = state["model"].weight.detach()
         weight.view(-1).view(torch.int32)[-1] ^= 1
