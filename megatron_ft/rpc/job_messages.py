@@ -109,7 +109,8 @@ class Inventory(Message, frozen=True):
     """Answer to Admit: all that the node holds, after its older writers have gone.
 
     ``sources`` are arenas of another layout (MakeSources).
-    ``kept`` are the ranks whose process was released as a writer and waits for Reenter.
+    ``kept`` are the ranks whose process was released as a writer and waits for Reenter;
+    ``renewed`` are those that could not be kept, with the reason.
     ``hanging`` are drains that were killed and that the kernel holds; they write to no arena.
     ``damaged`` are arena files of this job that cannot be read; they count as lost and may
     be replaced.  ``foreign`` are those of another job or format, which may not.
@@ -121,6 +122,7 @@ class Inventory(Message, frozen=True):
     damaged: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
     kept: tuple[int, ...] = ()
+    renewed: dict[int, str] = {}
     sources: tuple[ArenaReport, ...] = ()
     hanging: tuple[str, ...] = ()
 

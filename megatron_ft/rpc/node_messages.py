@@ -117,11 +117,13 @@ class LetGo(Message, frozen=True):
 class Released(Message, frozen=True):
     """Answer to LetGo: training has ended, and this process maps no arena.
 
-    The SMP believes it only after a look at the process (smp/survivors.py).
+    The SMP believes it only after a look at the process (smp/survivors.py).  ``unfit`` is why the
+    process cannot train again.
     """
 
     rank: Count
     incarnation: Count
+    unfit: str = ""
 
 
 class Reenter(Message, frozen=True):

@@ -229,6 +229,7 @@ class ControlServer:
             damaged=tuple(service.store.damaged.values()),
             foreign=tuple(service.store.foreign),
             kept=tuple(kept),
+            renewed=service.survivors.renewed,
             sources=service.store.source_reports(),
             hanging=tuple(writer.who for writer in service.writers.hanging()),
         )

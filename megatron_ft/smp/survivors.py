@@ -51,11 +51,15 @@ def holds_arena(pid: int, folder: Path) -> bool:
 
 
 class Survivors:
-    """The restartable trainers among ``writers``; ``folder`` is where the node's arenas are."""
+    """The restartable trainers among ``writers``; ``folder`` is where the node's arenas are.
+
+    ``renewed`` has the ranks that the last ``let_go`` could not keep, with the reason.
+    """
 
     def __init__(self, writers: Writers, folder: Path, send: Send) -> None:
         self._writers, self._folder, self._send = writers, folder, send
-        self._released: dict[int, asyncio.Future[None]] = {}
+        self._released: dict[int, asyncio.Future[str]] = {}
+        self.renewed: dict[int, str] = {}
 
     def enter(self, message: m.Restartable, identity: bytes) -> None:
         """Register a trainer under its rank; it is watched like a writer.
@@ -71,7 +75,7 @@ class Survivors:
         """A trainer has answered LetGo; an answer to an older one is ignored."""
         waiting = self._released.get(message.rank)
         if waiting is not None and not waiting.done():
-            waiting.set_result(None)
+            waiting.set_result(message.unfit)
 
     async def let_go(self, incarnation: int, ranks: Collection[int]) -> dict[int, int]:
         """Have trainers of these ranks let go; rank to pid of those that provably have.
@@ -86,10 +90,11 @@ class Survivors:
         for survivor in asked.values():
             await self._send((survivor.identity,), m.LetGo(incarnation))
         await asyncio.gather(*(self._answered(*pair) for pair in gone.items()))
-        kept = {}
+        kept, self.renewed = dict[int, int](), {}
         for rank, survivor in asked.items():
             if why := self._why_not(rank, survivor):
                 log.info("rank %d will start in a new process: it %s", rank, why)
+                self.renewed[rank] = why
             else:
                 kept[rank] = survivor.pid
         for writer in self._writers.all():
@@ -99,9 +104,12 @@ class Survivors:
 
     def _why_not(self, rank: int, survivor: WriterProcess) -> str:
         """Reason why a trainer cannot be kept, or ""."""
+        answer = self._released[rank]
+        if answer.done() and (unfit := answer.result()):
+            return f"cannot train again in its own ({unfit})"
         if self._find(rank) != survivor:
             return "has ended"
-        if not self._released[rank].done():
+        if not answer.done():
             return f"has not let go within {LET_GO_SECONDS:g} s"
         if holds_arena(survivor.pid, self._folder):
             return "has let go, and still has an arena"

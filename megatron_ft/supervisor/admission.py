@@ -53,6 +53,9 @@ def check_inventories(coordinator: Coordinator, admitted: Inventories) -> None:
             "choose another --job name, or remove them with `megatron-ft clean`"
         )
     for node, inventory in admitted.items():
+        for rank, why in inventory.renewed.items():
+            text = f"rank {rank} starts in a new process: it {why}"
+            coordinator.observers.emit("new_process", text, rank=rank, node=node)
         for text in inventory.damaged:
             coordinator.observers.emit("damaged", f"node {node}: {text}", node=node)
         coordinator.hanging_drains.note(node, inventory.hanging)

@@ -23,11 +23,7 @@ import zmq
 
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.environment import START, ProcessEnvironment
-from megatron_ft.core.errors import (
-    ControlPlaneError,
-    NotUnderSupervisorError,
-    UnsupportedVersionError,
-)
+from megatron_ft.core.errors import ControlPlaneError, NotUnderSupervisorError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Connection
 from megatron_ft.trainer import rendezvous
@@ -89,7 +85,7 @@ def _announce() -> RestartClient | None:
         return None
     try:
         state = ProcessState()
-    except UnsupportedVersionError as error:
+    except Exception as error:
         log.warning("training cannot restart in process, but in a new one: %s", error)
         return None
     client = RestartClient(environment, int(os.environ.get("RANK", 0)), state)
@@ -133,7 +129,7 @@ class RestartClient:
         self._known, self._requested = threading.Event(), threading.Event()
         self._reenter: queue.SimpleQueue[m.Reenter] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
-        self._wanted, self._training = -1, True
+        self._wanted, self._training, self._unfit = -1, True, ""
         self._thread = threading.Thread(target=self._serve, name="megatron-ft-restart", daemon=True)
 
     def announce(self) -> bool:
@@ -151,11 +147,17 @@ class RestartClient:
     def restart(self) -> None:
         """Tear down, be released, wait, and take the environment of the next incarnation.
 
-        Raises what tear_down raises, and ControlPlaneError when no incarnation asks for this rank.
+        Raises what tear_down raises, which the job hears, and ControlPlaneError when no incarnation
+        asks for this rank.
         """
-        tear_down(self._state)
-        self._requested.clear()
-        os.write(self._wake_write, b"down")
+        try:
+            tear_down(self._state)
+        except Exception as error:
+            self._unfit = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._requested.clear()
+            os.write(self._wake_write, b"down")
         try:
             again = self._reenter.get(timeout=REENTER_SECONDS)
         except queue.Empty:
@@ -193,10 +195,10 @@ class RestartClient:
 
     def _hear(self, word: bytes, smp: Connection) -> bool:
         """Act on a message of the main thread; False if it is the last one."""
-        if word == b"down":
+        if word.startswith(b"down"):  # "end" may have come behind it
             self._training = False
             self.interrupter.clear()
-            smp.send(m.Released(self._rank, self._wanted))
+            smp.send(m.Released(self._rank, self._wanted, self._unfit))
         return word == b"down"
 
     def _obey(self, message: Any, smp: Connection) -> None:

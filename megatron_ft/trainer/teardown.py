@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
 import sys
 from collections.abc import Callable
-from functools import partial
+from contextlib import suppress
 from threading import Thread
 from typing import Any
 
 import torch
 
+from megatron_ft.core.errors import ProcessChangedError
+from megatron_ft.trainer.process_settings import Setting, read, settings
 from megatron_ft.trainer.state import RngState
 
 LEAVE_SECONDS = 2.0
@@ -55,32 +56,12 @@ def _registered(functions: list[Callable[[], None]], one: Callable[[], None]) ->
     return remove
 
 
-def _set_device(device: torch.device) -> None:
-    # None is what a process begins with; "cpu" would look at every tensor that is made.
-    torch.set_default_device(None if device == torch.device("cpu") else device)
-
-
-def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    return partial(getattr, owner, name), partial(setattr, owner, name)
-
-
-_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (torch.is_grad_enabled, torch.set_grad_enabled),
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_default_device, _set_device),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (torch.get_num_threads, torch.set_num_threads),
-    *(_attribute(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
-    # Each init_process_group puts another one around the one before.
-    _attribute(sys, "excepthook"),
-)
-"""How to get and set what is kept for the whole process or thread, and a training changes."""
+MOST_NAMES = 5
+"""Settings that an error names; more of them have one cause."""
 
 
 class ProcessState:
-    """What a new process begins with, as it is now: settings, random states, working directory.
+    """What a new process begins with, as it is now: its settings and random states.
 
     A script that seeds nothing must begin with the same numbers as in a new process.
     Raises UnsupportedVersionError if a framework cannot be left and entered again.
@@ -89,16 +70,29 @@ class ProcessState:
     def __init__(self) -> None:
         for prepare in _preparations:
             prepare()
-        self._values = [get() for get, _ in _SETTINGS]
-        self._random, self._folder = RngState().state_dict(), os.getcwd()
+        self._values = {one.name: read(one) for one in settings()}
+        self._random = RngState().state_dict()
 
     def restore(self) -> None:
-        """Make it hold again."""
+        """Make it hold again; ProcessChangedError names what cannot be put back."""
         RngState().load_state_dict(self._random)
-        os.chdir(self._folder)
-        for (get, put), value in zip(_SETTINGS, self._values, strict=True):
-            if get() != value:
-                put(value)
+        # Twice: some settings of torch change others.
+        for _ in range(2):
+            for setting, value in self._changed():
+                if setting.put is not None:
+                    with suppress(Exception):
+                        setting.put(value)
+        left = [setting.name for setting, _ in self._changed()]
+        if left:
+            more = f" and {len(left) - MOST_NAMES} others" if len(left) > MOST_NAMES else ""
+            named = ", ".join(left[:MOST_NAMES])
+            raise ProcessChangedError(f"training has changed {named}{more} for good")
+
+    def _changed(self) -> list[tuple[Setting, Any]]:
+        """Settings that are not as they were, with the values that they had."""
+        known = [one for one in settings() if one.name in self._values]
+        noted = ((one, self._values[one.name]) for one in known)
+        return [(one, value) for one, value in noted if read(one) != value]
 
 
 def tear_down(state: ProcessState) -> None:

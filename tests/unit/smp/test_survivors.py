@@ -77,3 +77,23 @@ def test_a_trainer_that_dies_while_it_is_asked_is_not_kept(tmp_path: Path) -> No
         child.kill()
         child.stdin.close()
         child.wait()
+
+
+def test_a_trainer_that_cannot_train_again_is_replaced_with_its_reason(tmp_path: Path) -> None:
+    async def ask() -> tuple[dict[int, int], dict[int, str]]:
+        async def send(_identity: object, _message: object) -> None:
+            survivors.released(m.Released(3, 2, "nice was changed"))
+
+        survivors = Survivors(Writers(tmp_path, lambda _: None), tmp_path, send)
+        survivors.enter(m.Restartable(child.pid, 3), b"restart-3")
+        return await asyncio.wait_for(survivors.let_go(2, [3]), 10), survivors.renewed
+
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert child.stdin is not None
+    try:
+        kept, renewed = asyncio.run(ask())
+        assert kept == {} and "nice was changed" in renewed[3]
+    finally:
+        child.kill()
+        child.stdin.close()
+        child.wait()
