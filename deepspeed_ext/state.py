@@ -149,6 +149,10 @@ class EngineState:
         groups = {weight.name: weight.replicas for weight in self._view.weights()}
         return groups.get(name)
 
+    def replaces(self, name: str) -> bool:
+        """False: DeepSpeed has views of all of them."""
+        return False
+
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take weights that the snapshot holds because they did not follow from masters."""
         every = {weight.name: weight for weight in self._view.weights()}

@@ -103,6 +103,10 @@ class LayoutMismatchError(MegatronFTError):
     """The shard that a trainer brings differs from the one that the arena holds."""
 
 
+class StateMismatchError(LayoutMismatchError):
+    """The same, in what no parallel layout changes: dtypes, optimizers, state of some class."""
+
+
 class UnencodableError(MegatronFTError, TypeError):
     """A small object of the state cannot be stored; the message names its place and what to do."""
 

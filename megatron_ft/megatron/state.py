@@ -135,6 +135,10 @@ class MegatronState:
         every = self._tree.parameters.items()
         return {name: (weight, weight_group(weight)) for name, weight in every}
 
+    def replaces(self, name: str) -> bool:
+        """False: Megatron has views of all of them."""
+        return False
+
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take weights that the snapshot holds because they did not follow from masters."""
         every = optimizers.low_precision_weights(self._optimizer, self._names)

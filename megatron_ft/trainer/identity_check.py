@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from msgspec.structs import astuple
 
-from megatron_ft.core.errors import LayoutMismatchError
+from megatron_ft.core.errors import LayoutMismatchError, StateMismatchError
 from megatron_ft.core.shard import LayoutEntry, ShardLayout, layout_differences
 from megatron_ft.trainer.addresses import DENSE, has_memory, reach_bytes
 from megatron_ft.trainer.binding import live_part, stored_view
@@ -108,41 +108,80 @@ def _lie_apart(addresses: list[int], lengths: list[int]) -> bool:
     return bool((ends[:-1] <= starts[order][1:]).all())
 
 
+def without_replaced(layout: ShardLayout, live: Live, state: TrainingState) -> Live:
+    """The live tensors but those of another form that a load replaces, as an optimizer's state."""
+    if not isinstance(state, AdoptsTensors):
+        return live
+    entries = layout.by_name()
+    other = {
+        name
+        for name, tensor in live.items()
+        if (entry := entries.get(name)) is not None
+        and (dtype_name(tensor.dtype), tuple(tensor.shape)) != (entry.dtype, entry.shape)
+        and state.replaces(name)
+    }
+    return {name: tensor for name, tensor in live.items() if name not in other} if other else live
+
+
 def require_fit(
     layout: ShardLayout, live: Mapping[str, torch.Tensor], state: TrainingState
 ) -> None:
     """Refuse before any byte is written what can be known to differ by then.
 
-    Raises LayoutMismatchError that names the tensors.
+    LayoutMismatchError that names the tensors; StateMismatchError if no other parallel layout can
+    be the reason.
     """
-    wrong = []
+    wrong, elsewhere = [], False
     for entry in layout.entries:
-        tensor = live.get(entry.name)
+        tensor, known = live.get(entry.name), entry.logical is not None
         if tensor is None:
             if not isinstance(state, AdoptsTensors):
                 wrong.append(f"{entry.name} is only in the snapshot")
+                elsewhere |= known
         elif (dtype_name(tensor.dtype), tuple(tensor.shape)) != (entry.dtype, entry.shape):
             here = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
             wrong.append(f"{entry.name} is {here}, in the snapshot {entry.describe()}")
+            elsewhere |= known and tuple(tensor.shape) != entry.shape
         elif not has_memory(tensor):
             wrong.append(f"{entry.name} has no memory: its storage was resized to nothing")
     if wrong:
-        raise LayoutMismatchError(
+        error = LayoutMismatchError if elsewhere else StateMismatchError
+        raise error(
             f"{len(wrong)} tensors do not fit the snapshot: {'; '.join(wrong[:8])}. "
             "Build the same model and optimizer as in the run that saved it"
         )
 
 
 def require_same_layout(stored: ShardLayout, live: ShardLayout) -> None:
-    """LayoutMismatchError naming what differs, if anything does."""
+    """LayoutMismatchError naming what differs, if anything does.
+
+    StateMismatchError if no other parallel layout can be the reason: no tensor that differs has a
+    place in the unsharded model, or all differ in their dtypes alone.
+    """
     if stored == live:
         return
-    differences = layout_differences(stored, live)
-    if differences:
+    differences = "; ".join(layout_differences(stored, live))
+    if differences and _lie_elsewhere(stored, live):
         raise LayoutMismatchError(
-            f"the state differs from the restored snapshot: {'; '.join(differences)}. Build the "
+            f"the state differs from the restored snapshot: {differences}. Build the "
             "same model, optimizer and parallel layout as in the run that saved it"
         )
+    if differences:
+        raise StateMismatchError(
+            f"the state differs from the restored snapshot: {differences}. Build the same model "
+            "and optimizer as in the run that saved it, and let load_state_dict keep dtypes and "
+            "shapes"
+        )
+
+
+def _lie_elsewhere(stored: ShardLayout, live: ShardLayout) -> bool:
+    """True if tensors differ that another parallel layout gives other shapes, places or names."""
+    ours, theirs = live.by_name(), stored.by_name()
+    alone = [(ours.get(name) or theirs[name]) for name in ours.keys() ^ theirs.keys()]
+    pairs = [(theirs[name], ours[name]) for name in ours.keys() & theirs.keys()]
+    moved = [a for a, b in pairs if a.logical and b.logical and a.logical != b.logical]
+    resized = [a for a, b in pairs if a.shape != b.shape or a.parts != b.parts]
+    return any(entry.logical is not None for entry in (*alone, *moved, *resized))
 
 
 class Filled(NamedTuple):

@@ -8,7 +8,7 @@ any of these objects may hold other tensors than last time without being another
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, compress, islice
@@ -23,6 +23,8 @@ from megatron_ft.core.shard import LogicalPlace
 from megatron_ft.trainer import master_tensors
 from megatron_ft.trainer.addresses import DENSE
 from megatron_ft.trainer.dtensor_places import dtensor_places
+from megatron_ft.trainer.optimizer_load import exact_loads, load_optimizer
+from megatron_ft.trainer.optimizer_places import StatePlaces, has_device
 from megatron_ft.trainer.replicas import groups_of_wrapped
 from megatron_ft.trainer.state import RngState, TrainingState
 
@@ -41,6 +43,8 @@ _NAMES = "names"
 _STRUCTURES = "structures"
 _OWN = "own"
 """Names of the mapping's entries that a load leaves as they are."""
+_PLACES = "places"
+"""Tensors of optimizers that lie elsewhere than usual; not written where there are none."""
 
 
 @dataclass
@@ -49,13 +53,15 @@ class Enumeration:
 
     ``structures`` holds, per name of the mapping, what has to be encoded beside the
     tensors; ``name_of`` says by ``id`` which tensor inside them is stored under which
-    name; ``handles`` gives the user's own object (a DTensor, not its local shard).
+    name; ``handles`` gives the user's own object (a DTensor, not its local shard), and
+    ``all_plain`` says that they are no subclasses.
     """
 
     lazy: dict[str, torch.Tensor] = field(default_factory=dict)
     boundary: dict[str, torch.Tensor] = field(default_factory=dict)
     structures: dict[str, Any] = field(default_factory=dict)
     handles: dict[str, torch.Tensor] = field(default_factory=dict)
+    all_plain: bool = True
 
     @cached_property
     def name_of(self) -> dict[int, str]:
@@ -68,6 +74,7 @@ class Enumeration:
         if name in self.handles:
             raise ConfigError(f"two tensors of the state are called {name!r}; rename one of them")
         self.handles[name] = tensor
+        self.all_plain &= type(tensor) in DENSE
         (self.lazy if lazy else self.boundary)[name] = local_tensor(tensor)
 
     def put_all(self, names: list[str], tensors: list[torch.Tensor], lazy: bool) -> None:
@@ -77,6 +84,7 @@ class Enumeration:
                 self.put(name, tensor, lazy)
         self.handles.update(zip(names, tensors, strict=True))
         plain = {*map(type, tensors)} <= DENSE
+        self.all_plain &= plain
         local = tensors if plain else map(local_tensor, tensors)
         (self.lazy if lazy else self.boundary).update(zip(names, local, strict=True))
 
@@ -202,6 +210,7 @@ class MappingState:
         self._replicated = dict(replicated or {})
         self._found: Enumeration | None = None
         self._adopted: dict[str, torch.Tensor] = {}
+        self._placed: tuple[list[str], dict[str, Any]] = [], {}
 
     def adapts(self, state: Any) -> bool:
         """True if this is the adapter of that very mapping."""
@@ -240,7 +249,25 @@ class MappingState:
             name = found.name_of.get(id(part))
             return columns.get(id(part)) if name is None else Part(name)
 
-        return {_NAMES: sorted(self._state), _STRUCTURES: encode(found.structures, stored)}
+        objects = {_NAMES: sorted(self._state), _STRUCTURES: encode(found.structures, stored)}
+        places = self._unusual_places(found)
+        return {**objects, _PLACES: places} if places else objects
+
+    def _unusual_places(self, found: Enumeration) -> dict[str, Any]:
+        """What a load has to know of optimizers' tensors; looked up anew if there are others."""
+        if found.all_plain and not has_device():
+            return {}
+        names = list(found.handles)
+        if names != self._placed[0]:
+            made: dict[str, Any] = {}
+            for places in self._optimizer_places().values():
+                made |= places.exceptions(found.handles)
+            self._placed = names, made
+        return self._placed[1]
+
+    def _optimizer_places(self) -> dict[str, StatePlaces]:
+        every = self._state.items()
+        return {name: StatePlaces(name, value) for name, value in every if is_optimizer(value)}
 
     def replicas(self) -> dict[str, Any]:
         """The lazily copied tensors below the declared prefixes, with their groups."""
@@ -321,9 +348,14 @@ class MappingState:
                 )
         self._adopted = dict(tensors)
 
+    def replaces(self, name: str) -> bool:
+        """True for the state of an optimizer, whatever a fresh one holds in its place."""
+        owner, _, rest = name.partition("/")
+        return rest.startswith("state/") and is_optimizer(self._state.get(owner))
+
     def load(self, objects: dict[str, Any]) -> None:
         """Hand every object its state; raises LayoutMismatchError if names differ."""
-        handles = {**self._adopted, **self._current().handles}
+        handles = {**self._current().handles, **self._made(objects.get(_PLACES, {}))}
         differing = sorted(set(objects[_NAMES]) ^ set(self._state))
         if differing:
             raise LayoutMismatchError(
@@ -336,12 +368,20 @@ class MappingState:
                 self._load_one(name, value)
         self._adopted, self._found = {}, None
 
+    def _made(self, exceptions: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The adopted tensors, those of optimizers where they lay when they were saved."""
+        made = dict(self._adopted)
+        for places in self._optimizer_places().values():
+            made |= places.placed(self._adopted, exceptions)
+        return made
+
     def _load_one(self, name: str, value: Any) -> None:
         target = self._state[name]
         if is_optimizer(target):
-            _wrap_moments(target, value)
-        if is_stateful(target):
-            target.load_state_dict(value)
+            load_optimizer(name, target, value)
+        elif is_stateful(target):
+            with exact_loads():
+                target.load_state_dict(value)
         elif isinstance(target, MutableMapping) and isinstance(value, Mapping):
             _update(target, value)
         elif isinstance(target, list):
@@ -409,39 +449,6 @@ def _update(old: MutableMapping[Any, Any], new: Mapping[Any, Any]) -> None:
             _update(old[key], value)
         elif key not in old or old[key] is not value:
             old[key] = value
-
-
-def _wrap_moments(optimizer: Any, content: Any) -> None:
-    """Give moments of DTensor parameters the placement of their parameter.
-
-    A fresh optimizer has no moments to say what they were; torch creates them like
-    the parameter, so a local shard of the same shape is one of these.
-    """
-    parameters = dict(enumerate(_parameters(optimizer)))
-    states = content.get("state", {}) if isinstance(content, Mapping) else {}
-    for index, moments in states.items():
-        parameter = parameters.get(index)
-        if parameter is None or local_tensor(parameter) is parameter:
-            continue
-        for key, value in moments.items():
-            moments[key] = _like_parameter(value, parameter)
-
-
-def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
-    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
-
-
-def _like_parameter(value: Any, parameter: Any) -> Any:
-    local = local_tensor(parameter)
-    if type(value) is not torch.Tensor or value.shape != local.shape or not value.dim():
-        return value
-    return type(parameter).from_local(
-        value.to(local.device),
-        parameter.device_mesh,
-        parameter.placements,
-        shape=parameter.size(),
-        stride=parameter.stride(),
-    )
 
 
 State = Mapping[str, Any] | TrainingState

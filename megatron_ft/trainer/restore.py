@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from megatron_ft.trainer.identity_check import (
     require_all_held,
     require_fit,
     require_same_layout,
+    without_replaced,
 )
 from megatron_ft.trainer.plan import (
     SplitTensor,
@@ -117,7 +118,7 @@ def restore_shard(shard: SealedShard, state: TrainingState) -> ShardLayout:
     if plain is not None and addresses is not None:
         _copy(shard.cut(plain.offsets, plain.lengths), addresses, shard)
     else:
-        _fill_one_by_one(layout, shard, state, live)
+        _fill_one_by_one(layout, shard, state, without_replaced(layout, live, state))
     state.load(_objects_for(meta, shard.record.shard_id, state))
     now = live_tensors(state)
     if plain is None or addresses is None or not plain.lie_there(addresses, live, now):
@@ -145,7 +146,7 @@ def _fill_one_by_one(
     layout: ShardLayout,
     shard: SealedShard,
     state: TrainingState,
-    live: dict[str, torch.Tensor],
+    live: Mapping[str, torch.Tensor],
 ) -> None:
     """Give every stored tensor its bytes: live ones in place, others through adopt().
 
@@ -208,7 +209,7 @@ def _new_tensor(entry: LayoutEntry, group: Any) -> torch.Tensor:
 
 
 def _alias_view(
-    entry: LayoutEntry, entries: dict[str, LayoutEntry], filled: dict[str, torch.Tensor]
+    entry: LayoutEntry, entries: dict[str, LayoutEntry], filled: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     """The part of a filled owner's memory that an alias looks at."""
     owner = filled[entry.alias_of].detach()

@@ -128,6 +128,9 @@ class AdoptsTensors(Protocol):
         exchanged between devices.
         """
 
+    def replaces(self, name: str) -> bool:
+        """True if ``load`` puts a stored tensor in the place of a live one of another form."""
+
     def replica_group(self, name: str) -> Any:
         """The process group of a replicated tensor that may not exist yet, or None."""
 
