@@ -17,6 +17,7 @@ import torch
 
 from deepspeed_ext.optimizers.view import OptimizerView
 from megatron_ft.core.shard import LogicalPlace, Piece
+from megatron_ft.trainer.optimizer_classes import sharding_of
 
 _EXPERT = re.compile(r"(\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)")
 
@@ -175,14 +176,15 @@ def places(
 def _number_places(
     view: OptimizerView, captured: Mapping[str, torch.Tensor]
 ) -> dict[str, LogicalPlace]:
-    """Places of the tensors of one element that optimizers keep beside their moments."""
+    """Places of the tensors that all ranks hold alike beside moments: numbers, for most."""
     found = {}
     for master in view.masters():
-        for key, tensor in master.inner.state[master.parameter].items():
-            name = f"{master.name}/{key}"
-            if name in captured and tensor.numel() == 1:
-                piece = Piece(f"{view.counted_as(master)}/{key}", (1,), (0,), (1,), 0, (1,))
-                found[name] = _place(tensor, [piece])
+        for key in master.inner.state[master.parameter]:
+            tensor, way = captured.get(f"{master.name}/{key}"), sharding_of(master.inner, key)
+            if tensor is not None and way in ("scalar", "replicated"):
+                whole = (tensor.numel(),)
+                piece = Piece(f"{view.counted_as(master)}/{key}", whole, (0,), whole, 0, (1,))
+                found[f"{master.name}/{key}"] = _place(tensor, [piece])
     return found
 
 
@@ -191,9 +193,11 @@ def _kinds(view: OptimizerView, captured: Mapping[str, torch.Tensor]) -> dict[st
     found: dict[str, dict[str, str]] = {}
     for master in view.masters():
         alike = {
-            name: name.removeprefix(f"{master.name}/")
-            for name, tensor in captured.items()
-            if name.startswith(f"{master.name}/") and tensor.shape == master.tensor.shape
+            f"{master.name}/{key}": key
+            for key in master.inner.state[master.parameter]
+            if (tensor := captured.get(f"{master.name}/{key}")) is not None
+            and sharding_of(master.inner, key) == "elementwise"
+            and tensor.shape == master.tensor.shape
         }
         alike[f"{master.name}/master"] = MASTER
         weights = (w for w in view.weights() if w.master.data_ptr() == master.tensor.data_ptr())

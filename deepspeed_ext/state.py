@@ -18,7 +18,6 @@ from deepspeed_ext.checkpoint_form import RankDescription
 from deepspeed_ext.optimizers import view_of
 from deepspeed_ext.optimizers.unsharded import replica_group
 from deepspeed_ext.optimizers.view import (
-    MAKERS,
     OwnedMaster,
     Weight,
     group_scalars,
@@ -77,7 +76,7 @@ class EngineState:
         self._description = None
         self._masters = list(self._view.masters())
         for master in self._masters:
-            create_state(master.inner, master.group, master.parameter, MAKERS)
+            create_state(master.inner, master.group, master.parameter)
         self._kept = tensors_of(self._masters)
         self._shared = shared_states(self._masters)
         self._model.refresh()

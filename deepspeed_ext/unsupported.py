@@ -147,11 +147,10 @@ def refusals(engine: Any) -> list[str]:
 
 def _optimizer_refusals(engine: Any) -> list[str]:
     from deepspeed_ext.optimizers import view_of
-    from deepspeed_ext.optimizers.view import MAKERS
-    from megatron_ft.trainer.master_tensors import maker_of
+    from megatron_ft.trainer.optimizer_classes import optimizer_class
 
     try:
-        maker_of(view_of(engine).inner, MAKERS)
+        optimizer_class(view_of(engine).inner)
     except ConfigError as error:
         return [f"optimizer: {error}"]
     return []

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_ft.core.object_classes import register_class
     from megatron_ft.trainer.accelerator_state import InMemoryState
     from megatron_ft.trainer.manager import SnapshotManager
+    from megatron_ft.trainer.optimizer_classes import register_optimizer
     from megatron_ft.trainer.resilient import run_resilient
     from megatron_ft.trainer.resumable_loader import ResumableLoader
     from megatron_ft.trainer.state import RngState
@@ -30,6 +31,7 @@ __all__ = [
     "SnapshotManager",
     "__version__",
     "register_class",
+    "register_optimizer",
     "run_resilient",
 ]
 
@@ -41,6 +43,7 @@ _HOME = {
     "SnapshotConfig": "megatron_ft.config",
     "SnapshotManager": "megatron_ft.trainer.manager",
     "register_class": "megatron_ft.core.object_classes",
+    "register_optimizer": "megatron_ft.trainer.optimizer_classes",
     "run_resilient": "megatron_ft.trainer.resilient",
 }
 

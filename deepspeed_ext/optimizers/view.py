@@ -9,14 +9,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.trainer import master_tensors
-from megatron_ft.trainer.master_tensors import MasterTensors, Owned, StateMaker
+from megatron_ft.trainer.master_tensors import MasterTensors, Owned
+from megatron_ft.trainer.optimizer_classes import (
+    StateMaker,
+    fused,
+    register_optimizer,
+    shared_out,
+)
 
 _MASTER, _SEPARATOR = "master", "/"
 
@@ -226,41 +232,11 @@ def _on_host(*moments: str) -> StateMaker:
     return make
 
 
-def _lion(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    return {"exp_avg": torch.zeros_like(parameter).detach()}
+def _register(name: str, maker: Callable[..., StateMaker], *moments: str) -> None:
+    register_optimizer(name, create=maker(*moments), state=shared_out(moments, "step"))
 
 
-def _adagrad(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    begins_at = group["initial_accumulator_value"]
-    return {"step": torch.zeros(()), "sum": torch.full_like(parameter, begins_at).detach()}
-
-
-def _rmsprop(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    moments = ["square_avg", *(["momentum_buffer"] if group["momentum"] else [])]
-    moments += ["grad_avg"] if group["centered"] else []
-    device = parameter.device if group["capturable"] else "cpu"
-    zeros = {name: torch.zeros_like(parameter).detach() for name in moments}
-    return {"step": torch.zeros((), device=device), **zeros}
-
-
-def _fused(*moments: str) -> StateMaker:
-    """State of the fused optimizers: ``step`` continues from the group's, if there is one."""
-
-    def make(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-        zeros = {name: torch.zeros_like(parameter).detach() for name in moments}
-        return {"step": group.get("step", 0), **zeros}
-
-    return make
-
-
-MAKERS: Mapping[str, StateMaker] = {
-    "Adagrad": _adagrad,
-    "DeepSpeedCPUAdagrad": _on_host("exp_avg_sq"),
-    "DeepSpeedCPUAdam": _on_host("exp_avg", "exp_avg_sq"),
-    "DeepSpeedCPULion": _on_host("exp_avg", "exp_avg_sq"),
-    "FusedAdam": _fused("exp_avg", "exp_avg_sq"),
-    "FusedLion": _fused("exp_avg"),
-    "Lion": _lion,
-    "RMSprop": _rmsprop,
-}
-"""Functions that create the state of an optimizer, by its class name."""
+_register("DeepSpeedCPUAdagrad", _on_host, "exp_avg_sq")
+_register("DeepSpeedCPUAdam", _on_host, "exp_avg", "exp_avg_sq")
+_register("DeepSpeedCPULion", _on_host, "exp_avg", "exp_avg_sq")
+_register("FusedLion", fused, "exp_avg")

@@ -25,6 +25,7 @@ from megatron_ft.megatron.optimizer import MAIN, WEIGHT, Master, is_distributed,
 from megatron_ft.megatron.save_form import SaveForm, meta_key, sharded_tensors
 from megatron_ft.trainer import master_tensors
 from megatron_ft.trainer.addresses import AddressBook, TensorWindow
+from megatron_ft.trainer.optimizer_classes import sharding_of
 from megatron_ft.trainer.plan import dtype_name
 
 Pieces = Mapping[str, tuple[Piece, ...]]
@@ -102,7 +103,11 @@ def optimizer_places(
 def _kinds(master: Master) -> Iterable[str]:
     """Endings of names of tensors with the master's shape: its own, a weight's, its state's."""
     kept = master_tensors.state_tensors(master.inner, master.tensor)
-    same = (f".{name}" for name, value in kept.items() if _fits(value, master))
+    same = (
+        f".{name}"
+        for name, value in kept.items()
+        if sharding_of(master.inner, name) == "elementwise" and _fits(value, master)
+    )
     return (MAIN, WEIGHT, *same)
 
 
@@ -143,7 +148,7 @@ def _renamed(pieces: Iterable[Piece], prefix: str) -> tuple[Piece, ...]:
 def step_places(
     masters: Sequence[Master], names: Mapping[int, str], pieces: Pieces
 ) -> dict[str, LogicalPlace]:
-    """Places of tensors without dimensions that the optimizer keeps for each parameter.
+    """Places of what the optimizer keeps for each parameter as a whole: steps, for most.
 
     The steps of all layers are one global tensor, for example
     ``optimizer.state.step.decoder.layers.mlp.linear_fc1.weight`` with one element per layer.
@@ -156,15 +161,16 @@ def step_places(
         own = pieces.get(names[id(master.parameter)], ())
         kept = master_tensors.state_tensors(master.inner, master.tensor)
         for kind, value in kept.items():
-            if own and not value.dim() and not kind.endswith(master_tensors.SCALE):
-                found = _named(own, f"optimizer.state.{kind}.")
-                places[f"{master.name}.{kind}"] = LogicalPlace(0, 1, found)
+            way = sharding_of(master.inner, kind)
+            if own and (way == "replicated" or (way == "scalar" and not value.dim())):
+                found = _named(own, f"optimizer.state.{kind}.", tuple(value.shape))
+                places[f"{master.name}.{kind}"] = LogicalPlace(0, value.numel(), found)
     return places
 
 
-def _named(own: Sequence[Piece], prefix: str) -> tuple[Piece, ...]:
+def _named(own: Sequence[Piece], prefix: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
     """One piece for each leading index, all of the same element: a parameter may hold experts."""
-    made = {_leading(piece): _beside(piece, prefix + piece.global_name, ()) for piece in own}
+    made = {_leading(piece): _beside(piece, prefix + piece.global_name, shape) for piece in own}
     return tuple(made.values())
 
 

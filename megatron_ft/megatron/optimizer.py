@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_ft.trainer import master_tensors
+from megatron_ft.trainer.optimizer_classes import register_optimizer, shared_out
 from megatron_ft.trainer.state import host_copy, same_bits
 
 _MODEL_AND_MASTER_GROUPS = (
@@ -146,19 +147,19 @@ def materialise(optimizer: Any) -> None:
     """
     for part in optimizer_parts(optimizer):
         inner = part.optimizer
-        if type(inner).__name__ in _MAKERS:
+        if type(inner).__name__ in (FUSED, MUON):
             # Megatron's own function is right for these only: for others it leaves out ``step``,
             # without which torch's Adam fails.
             part.init_state_fn(inner, part.config)
         for group, parameter in master_tensors.parameters(inner):
-            master_tensors.create_state(inner, group, parameter, _MAKERS)
+            master_tensors.create_state(inner, group, parameter)
 
 
 def _nothing_more(inner: Any, group: Any, parameter: Any) -> dict[str, Any]:
     return {}
 
 
-_MAKERS: dict[str, master_tensors.StateMaker] = {FUSED: _nothing_more, MUON: _nothing_more}
+register_optimizer(MUON, create=_nothing_more, state=shared_out(["momentum_buffer"]))
 
 
 def group_scalars(optimizer: Any) -> list[list[dict[str, Any]]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_ft.core.errors import ConfigError, LayoutMismatchError
+from megatron_ft.core.errors import ConfigError, LayoutMismatchError, StateMismatchError
 from megatron_ft.core.objects import PLAIN, Part, decode, encode
 from megatron_ft.core.shard import LogicalPlace
 from megatron_ft.trainer import master_tensors
@@ -315,7 +315,7 @@ class MappingState:
         try:
             master_tensors.create_missing(optimizer)
         except ConfigError as error:
-            raise LayoutMismatchError(
+            raise StateMismatchError(
                 f"{name} has no moments yet for those of another layout: {error}"
             ) from error
 

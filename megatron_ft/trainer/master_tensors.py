@@ -1,20 +1,12 @@
 """The tensors that inner optimizers own: masters, and what is kept for each of them.
 
-An inner optimizer is the one inside a framework's wrappers.  What it keeps, and how that begins,
-is recognised by the layout of its state, because the classes come from packages that may not be
-installed:
-
-- torch's Adam and AdamW: moments and a ``step`` tensor for each parameter,
-- torch's SGD: ``momentum_buffer`` for each parameter,
-- FusedAdam of Apex: moments for each parameter, ``step`` in the group,
-- FusedAdam of Transformer Engine: the same, moments of any dtype with their scales in
-  ``_scales``, and with ``master_weights`` a ``master_param`` for each parameter,
-- optimizers of a framework's own, as far as they keep things of these names.
+An inner optimizer is the one inside a framework's wrappers.  Its class says what it keeps, see
+optimizer_classes.py.  FusedAdam of Transformer Engine also keeps scales of its fp8 moments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -22,15 +14,8 @@ import torch
 
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.trainer.addresses import DENSE
+from megatron_ft.trainer.optimizer_classes import check_state, optimizer_class
 from megatron_ft.trainer.state import host_copy
-
-KNOWN_STATE = frozenset(
-    (
-        *("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param", "momentum_buffer"),
-        *("sum", "square_avg", "grad_avg"),
-    )
-)
-"""Names in the state of one parameter that are known to be all that decides the next step."""
 
 SCALES = "_scales"
 """Attribute of Transformer Engine's FusedAdam: by parameter, the scales of its fp8 moments."""
@@ -41,9 +26,6 @@ APEX_MASTERS = "param_groups_master"
 SCALE = ".scale"
 """Ends the names under which those scales are captured."""
 
-StateMaker = Callable[[Any, dict[str, Any], torch.Tensor], dict[str, Any]]
-"""Makes what the first step of (optimizer, in this group, for this parameter) would begin with."""
-
 
 def parameters(inner: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
     """All parameters of an optimizer in order, each with its group."""
@@ -52,22 +34,21 @@ def parameters(inner: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
             yield group, parameter
 
 
-def create_state(
-    inner: Any,
-    group: dict[str, Any],
-    parameter: torch.Tensor,
-    makers: Mapping[str, StateMaker] | None = None,
-) -> None:
+def create_state(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
     """Create the state of one parameter as the first step would, if it is still empty.
 
-    ``makers`` do it for classes, by name, that torch does not have.  Raises ConfigError for
-    an optimizer that is in neither, or keeps something unknown.
+    Raises ConfigError for an optimizer whose class is not registered, or keeps something unknown.
     """
-    maker = maker_of(inner, makers or {})
-    state = inner.state[parameter]
+    known, state = optimizer_class(inner), inner.state[parameter]
     if all(value is None for value in state.values()):
-        state.update(maker(inner, group, parameter))
-    check_known(inner, parameter)
+        state.update(known.create(inner, group, parameter))
+    if getattr(inner, APEX_MASTERS, None):
+        raise ConfigError(
+            f"{type(inner).__module__}.{type(inner).__qualname__} was made with master weights of "
+            "its own, which are outside its state; let the framework keep them "
+            "(master_weights=False)"
+        )
+    check_state(inner, state)
 
 
 def create_missing(inner: Any) -> None:
@@ -75,65 +56,6 @@ def create_missing(inner: Any) -> None:
     for group, parameter in parameters(inner):
         if parameter.requires_grad and not inner.state.get(parameter):
             create_state(inner, group, parameter)
-
-
-def maker_of(inner: Any, makers: Mapping[str, StateMaker]) -> StateMaker:
-    """The function that makes its state; ConfigError that names an optimizer without one."""
-    if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-        return _adam
-    if isinstance(inner, torch.optim.SGD):
-        return _sgd
-    if type(inner).__name__ in makers:
-        return makers[type(inner).__name__]
-    raise unknown_optimizer(inner, makers)
-
-
-def unknown_optimizer(inner: Any, others: Mapping[str, Any]) -> ConfigError:
-    """The error for an optimizer that is neither torch's nor one of ``others``."""
-    known = ", ".join(("Adam, AdamW and SGD of torch", *others))
-    return ConfigError(
-        f"the optimizer {_name(inner)} is not known: snapshots know {known}. Use one of "
-        "these, or train without snapshots"
-    )
-
-
-def _name(inner: Any) -> str:
-    return f"{type(inner).__module__}.{type(inner).__qualname__}"
-
-
-def _adam(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    on_device = group.get("capturable") or group.get("fused")
-    device = parameter.device if on_device else torch.device("cpu")
-    moments = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
-    step = torch.zeros((), dtype=torch.float32, device=device)
-    return {"step": step, **{name: torch.zeros_like(parameter) for name in moments}}
-
-
-def _sgd(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    if group["dampening"] and group["momentum"]:
-        raise ConfigError("SGD with dampening is not known; train without snapshots")
-    if not group["momentum"]:
-        return {}
-    # The first step sets it to the gradient.  Minus zero plus x is x for every x, zeros of
-    # both signs included; plus zero would lose the sign of some.
-    return {"momentum_buffer": torch.full_like(parameter, -0.0)}
-
-
-def check_known(inner: Any, parameter: torch.Tensor) -> None:
-    """ConfigError if the optimizer keeps something for the parameter that is not known."""
-    if getattr(inner, APEX_MASTERS, None):
-        raise ConfigError(
-            f"{_name(inner)} was made with master weights of its own, which are outside its "
-            "state; let the framework keep them (master_weights=False)"
-        )
-    for name, value in inner.state[parameter].items():
-        plain = isinstance(value, torch.Tensor | int | float | None)
-        if name not in KNOWN_STATE or not plain:
-            raise ConfigError(
-                f"{_name(inner)} keeps {name!r} ({type(value).__name__}) for each parameter, "
-                f"which is not known; known are {', '.join(sorted(KNOWN_STATE))}. Use a "
-                "release of it that keeps only these, or train without snapshots"
-            )
 
 
 def state_tensors(inner: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

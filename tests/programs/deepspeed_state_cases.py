@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import distributed
 
+import megatron_ft
 from deepspeed_ext.state import RANDOM, EngineState
+from deepspeed_ext.unsupported import refusals
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
 from megatron_ft.trainer.plan import plan_state
-from megatron_ft.trainer.state import live_tensors
+from megatron_ft.trainer.state import host_copy, live_tensors
 from tests.programs.deepspeed_models import small
 from tests.programs.deepspeed_program import make_engine, train_step
 from tests.support.deepspeed_cells import Cell, zero
@@ -178,15 +180,74 @@ def foreign_objects_are_refused() -> None:
     with pytest.raises(LayoutMismatchError, match="version 0"):
         state.load(state.objects() | {"version": 0, "training": None})
     engine.destroy()
-    engine = engine_of(0, "fp32", model="tests.programs.deepspeed_state_cases:with_adadelta")
-    with pytest.raises(ConfigError, match="Adadelta"):
+    engine = engine_of(0, "fp32", model="tests.programs.deepspeed_state_cases:with_adafactor")
+    with pytest.raises(ConfigError, match="Adafactor"):
         EngineState(engine)
     engine.destroy()
 
 
-def with_adadelta(options: dict[str, Any]) -> dict[str, Any]:
+def with_adafactor(options: dict[str, Any]) -> dict[str, Any]:
     keywords = small(options)
-    return {**keywords, "optimizer": torch.optim.Adadelta(keywords["model_parameters"])}
+    return {**keywords, "optimizer": torch.optim.Adafactor(keywords["model_parameters"])}
+
+
+class OwnOptimizer(torch.optim.Optimizer):
+    """Of a script, with state that each rank, all ranks, or the elements of a parameter have."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state or state.update(own_state(self, group, parameter))
+                state["momentum"].lerp_(parameter.grad, 0.1)
+                state["errors"] += 1
+                state["factors"] += 1
+                state["step"] += 1
+                parameter.sub_(state["momentum"], alpha=group["lr"])
+
+
+def own_state(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    zeros = torch.zeros_like(parameter)
+    return {"momentum": zeros, "errors": zeros.clone(), "factors": zeros.new_zeros(3), "step": 0}
+
+
+def with_own_optimizer(options: dict[str, Any]) -> dict[str, Any]:
+    keywords = small(options)
+    return {**keywords, "optimizer": OwnOptimizer(keywords["model_parameters"])}
+
+
+def registered_optimizers_are_known() -> None:
+    """One of the script's own is refused by its name, and taken once it is registered."""
+    engine = engine_of(2, "bf16", model="tests.programs.deepspeed_state_cases:with_own_optimizer")
+    with pytest.raises(ConfigError, match=r"register_optimizer\(OwnOptimizer, create"):
+        EngineState(engine)
+    (refused,) = refusals(engine)
+    assert "OwnOptimizer is not known" in refused
+    ways: Any = {"momentum": "elementwise", "errors": "local", "factors": "replicated"}
+    megatron_ft.register_optimizer(OwnOptimizer, create=own_state, state=ways | {"step": "scalar"})
+    assert refusals(engine) == []
+    state = EngineState(engine)
+    for _ in range(2):
+        train_step(engine)
+    objects, kept = state.objects(), host_copy(live_tensors(state))
+    assert {numbers["step"] for numbers in objects["numbers"].values()} == {2}
+    places = state.logical_map()
+    assert len(places["optimizer/0/momentum"].pieces) > 0
+    (whole,) = places["optimizer/0/factors"].pieces
+    assert whole.global_shape == (3,) and whole.global_name == "optimizer/0/factors"
+    assert "optimizer/0/errors" not in places
+    with pytest.raises(LayoutMismatchError, match="optimizer/0/errors first"):
+        state.expect_reshape()
+    train_step(engine)
+    for name, tensor in live_tensors(state).items():
+        tensor.data.copy_(kept[name])
+    state.load(objects)
+    assert {numbers["step"] for numbers in state.objects()["numbers"].values()} == {2}
+    engine.destroy()
 
 
 def generators_come_last() -> None:

@@ -13,7 +13,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from deepspeed_ext.optimizers import view_of  # noqa: E402
-from deepspeed_ext.optimizers.view import MAKERS  # noqa: E402
 from megatron_ft.core.errors import ConfigError  # noqa: E402
 from megatron_ft.trainer.master_tensors import create_state  # noqa: E402
 from megatron_ft.trainer.state import host_copy, same_bits  # noqa: E402
@@ -25,6 +24,7 @@ CASES = {
     "batch_sizes_come_back": 1,
     "destroyed_engines_are_let_go": 1,
     "numbers_come_back": 1,
+    "registered_optimizers_are_known": 1,
     "numbers_of_the_release_before_are_read": 1,
     "what_is_forgotten_is_found_again": 1,
     "frozen_weights_that_move_are_refused": 1,
@@ -74,13 +74,13 @@ def test_state_begins_as_the_optimizer_itself_would_begin_it() -> None:
     parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     inner = FusedAdam([parameter])
     inner.param_groups[0]["step"] = 5
-    create_state(inner, inner.param_groups[0], parameter, MAKERS)
+    create_state(inner, inner.param_groups[0], parameter)
     state = inner.state[parameter]
     assert type(state["step"]) is int and state["step"] == 5
     assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
     assert all(not state[name].any() and not state[name].requires_grad for name in ("exp_avg",))
     state["exp_avg"].fill_(1)
-    create_state(inner, inner.param_groups[0], parameter, MAKERS)
+    create_state(inner, inner.param_groups[0], parameter)
     assert state["exp_avg"].all(), "state that is there must stay"
 
 
