@@ -30,6 +30,7 @@ from megatron_ft.trainer.calls import RECORDER
 from megatron_ft.trainer.capture import Capture
 from megatron_ft.trainer.copier import Copier
 from megatron_ft.trainer.engine import choose_copier, required_bytes
+from megatron_ft.trainer.fences import Fences
 from megatron_ft.trainer.heartbeats import TrainerWatch
 from megatron_ft.trainer.mapping import State, StateAdapter
 from megatron_ft.trainer.pending_restore import PendingRestore
@@ -139,8 +140,9 @@ class SnapshotManager:
     """Takes snapshots of one trainer rank's state into host memory, and restores them.
 
     Calling sequence: ``load`` once before training; ``save`` at the end of every
-    iteration (it captures only where the job agreed to, and skips otherwise); the
-    optimizer steps inside ``fence()``, or ``register_fence(optimizer)`` once; ``close``.
+    iteration (it captures only where the job agreed to, and skips otherwise); ``close``.
+    Optimizers of torch wait for a running copy by themselves; what else changes captured tensors
+    does so inside ``fence()``.
     With ``last``, the iteration with which training ends, an earlier end is no end: see ``close``.
     All calls come from the training thread.  After start-up, which ends with the first ``save``,
     no call raises because of a snapshot: what fails is warned of, counted in ``stats`` and
@@ -190,7 +192,7 @@ class SnapshotManager:
         self._warn = Warner(logger)
         self._pending = PendingRestore(self._client, self.shard_id, coordinates)
         self._capture = Capture(self._client, self.config, self.stats, self._warn)
-        self._hooks: list[Any] = []
+        self._fences = Fences(self._before_step)
         self._registered: _Registered | None = None
         self._last, self._reached = last or self.config.last_iteration, -1
         self._said_end = False
@@ -268,6 +270,7 @@ class SnapshotManager:
         self._registered = None
         copier = self._copier or choose_copier(adapted)
         self._capture.open(Path(arena.arena), self.shard_id, layout, copier, form)
+        self._fences.open()
         self.watch.training()
 
     def _register(self, state: TrainingState) -> _Registered:
@@ -310,7 +313,7 @@ class SnapshotManager:
             seconds = self.watch.iteration_ended(iteration)
             return self._capture.end_iteration(
                 iteration,
-                lambda: self._adapt(state),
+                lambda: self._adapted(state),
                 declined=self._pending.declined,
                 seconds=seconds,
             )
@@ -351,12 +354,11 @@ class SnapshotManager:
     def register_fence(self, optimizer: Any) -> Any:
         """Put the fence before each ``optimizer.step()``; returns the handle that its
         ``register_step_pre_hook`` gives.
+
+        From the first ``save`` on torch's optimizers are fenced by themselves, and what else in the
+        state takes such hooks.
         """
-        handle = optimizer.register_step_pre_hook(
-            lambda _optimizer, _args, _kwargs: self._before_step()
-        )
-        self._hooks.append(handle)
-        return handle
+        return self._fences.add(optimizer)
 
     def close(self, *, finished: bool | None = None, at_once: bool = False) -> None:
         """Let a running capture end, then unmap the arena and leave the SMP.
@@ -368,9 +370,7 @@ class SnapshotManager:
         """
         if not at_once:
             self.say_end(finished)
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks.clear()
+        self._fences.close()
         RECORDER.begin(None)
         self.watch.close()
         if self._saved and self in _open:
@@ -401,6 +401,12 @@ class SnapshotManager:
                 "a restore the script has to bring all the rest to the restored iteration",
                 ", ".join(sorted(found)),
             )
+
+    def _adapted(self, state: State) -> TrainingState:
+        """The state to be captured; what has become a part of it is fenced."""
+        if isinstance(state, Mapping):
+            self._fences.cover(state)
+        return self._adapt(state)
 
     def _before_step(self) -> None:
         self._pending.require_whole()
