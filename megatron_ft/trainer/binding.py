@@ -1,14 +1,15 @@
 """A layout bound to memory: on one side the slots of an arena, on the other the live tensors.
 
-At each capture the names of the layout are bound to the tensors that the state has now, and to
-where these lie.  When their bytes have been copied, the same table says whether they still lie
-there: a tensor that was replaced, resized or moved meanwhile is never captured stale.
+At each capture the names of the layout are bound to the tensors that the state has now.  What is
+copied lazily is compared with itself at the boundary: a tensor that was written to, replaced,
+resized or moved before its bytes had arrived is never captured.  One that was is copied early from
+then on, before ``save`` returns.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from megatron_ft.core.shard import LayoutEntry, ShardLayout
 from megatron_ft.trainer.addresses import has_memory
 from megatron_ft.trainer.copier import Bytes, CopyItem, CopyList
 from megatron_ft.trainer.plan import dtype_from_name, known_dtype
+from megatron_ft.trainer.sample import Sampler
 
 _NEVER_COPIED = {
     known_dtype(f"{sign}{bits}") for sign in ("int", "uint") for bits in range(1, 8)
@@ -58,12 +60,45 @@ def _copyable(tensor: torch.Tensor) -> torch.Tensor:
 
 Form = tuple[str, torch.dtype, tuple[int, ...]]
 
-_FACTS = (
-    torch.Tensor.data_ptr,
-    attrgetter("shape"),
-    torch.Tensor.stride,
-    attrgetter("dtype"),
+Column = Callable[[Sequence[torch.Tensor]], list[Any]]
+"""Reads one fact of each tensor, in a loop in C: there may be thousands."""
+
+
+def _column(read: Callable[[Any], Any]) -> Column:
+    return lambda tensors: list(map(read, tensors))
+
+
+_VERSION = attrgetter("_version")
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each was written to, as torch counts; -1 of one made in inference mode."""
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+_ADDRESSES = _column(torch.Tensor.data_ptr)
+_FORMS = (
+    _ADDRESSES,
+    _column(attrgetter("shape")),
+    _column(torch.Tensor.stride),
+    _column(attrgetter("dtype")),
 )
+
+MOST_ROUNDS = 3
+"""Times that tensors are found to change too early, before all of them are taken to do so: each
+costs a snapshot."""
+
+
+def changed_early(names: Sequence[str]) -> str:
+    """The reason of a snapshot that is given up as tensors changed, for logs and status."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"{names[0]}{more} changed outside of a fence; save() waits for the copy of what does from "
+        "now on. Change captured tensors inside `with snapshots.fence():` to avoid the wait"
+    )
 
 
 def layout_changed(mismatch: str) -> str:
@@ -75,29 +110,46 @@ def layout_changed(mismatch: str) -> str:
 
 
 class BoundState(NamedTuple):
-    """The tensors of a layout in its order, and how each lay in memory when they were bound."""
+    """Named tensors, and facts of them, by columns, that are compared with later ones."""
 
     names: list[str]
     tensors: list[torch.Tensor]
+    columns: Sequence[Column]
     facts: list[list[Any]]
 
     @classmethod
-    def of(cls, names: list[str], tensors: list[torch.Tensor]) -> BoundState:
-        """The state of these tensors as of now."""
-        return cls(names, tensors, [list(map(fact, tensors)) for fact in _FACTS])
+    def of(
+        cls, names: list[str], tensors: list[torch.Tensor], columns: Sequence[Column]
+    ) -> BoundState:
+        """The facts of these tensors as of now."""
+        return cls(names, tensors, columns, [read(tensors) for read in columns])
 
     def same(self, other: BoundState) -> bool:
-        """True if the other has these very tensors, with the same memory and form."""
+        """True if the other has these very tensors, with the same facts."""
         return all(map(is_, self.tensors, other.tensors)) and self.facts == other.facts
 
-    def moved(self) -> str:
-        """The name of a tensor that has other memory or another form by now, or nothing."""
-        now = BoundState.of(self.names, self.tensors)
-        if now.facts == self.facts:
-            return ""
-        before, after = zip(*self.facts, strict=True), zip(*now.facts, strict=True)
-        pairs = zip(self.names, before, after, strict=True)
-        return next(name for name, was, is_now in pairs if was != is_now)
+    def changed(self) -> list[str]:
+        """Names of the tensors that have other facts by now."""
+        now = [read(self.tensors) for read in self.columns]
+        if now == self.facts:
+            return []
+        rows = zip(self.names, zip(*self.facts, strict=True), zip(*now, strict=True), strict=True)
+        return [name for name, was, is_now in rows if was != is_now]
+
+
+class Witness(NamedTuple):
+    """Where lazily copied tensors lay at a boundary, and how often each had been written to."""
+
+    places: BoundState
+    writes: BoundState
+
+    def written(self) -> list[str]:
+        """Names of those that were written to since."""
+        return list(dict.fromkeys(self.writes.changed()))
+
+    def changed(self) -> list[str]:
+        """Names of those that were written to since, or given other memory."""
+        return list(dict.fromkeys(self.places.changed() + self.writes.changed()))
 
 
 class LayoutBinding:
@@ -122,13 +174,17 @@ class LayoutBinding:
             for e in entries
             if e.alias_of
         ]
+        self._owner_of = {name: owner for name, owner, _ in self._aliases}
         self.copied_bytes = sum(entry.nbytes for entry in self._owners)
         self._targets = [
             {e.name: stored_view(region, e) for e in self._owners}
             for region in map(region_tensor, regions)
         ]
         self._bound: BoundState | None = None
-        self._items: dict[int, CopyList] = {}
+        self._items: dict[int, list[CopyList]] = {}
+        self.sampler = Sampler(self.lazy_entries)
+        self._rounds, self._early = 0, frozenset[str]()
+        self._set_lazy()
 
     def mismatch(self, live: Mapping[str, torch.Tensor]) -> str:
         """The reason why the live tensors no longer fit the layout; empty if they fit so far.
@@ -145,6 +201,22 @@ class LayoutBinding:
         owners = [entry for entry in self._owners if entry.boundary]
         return [CopyItem(live_part(live[e.name], e), targets[e.name]) for e in owners]
 
+    def witness(
+        self, live: Mapping[str, torch.Tensor], wrapped: Mapping[str, torch.Tensor]
+    ) -> Witness:
+        """The lazily copied tensors at the boundary.
+
+        ``wrapped`` are the program's own tensors (DTensors) that hold some of ``live``, by name: a
+        write through these is counted there alone.
+        """
+        names, tensors = self._lazy, list(map(live.__getitem__, self._lazy))
+        places = BoundState.of(names, tensors, (_ADDRESSES,))
+        if wrapped:
+            outer = [name for name in names if name in wrapped]
+            names = [*names, *outer]
+            tensors = [*tensors, *map(wrapped.__getitem__, outer)]
+        return Witness(places, BoundState.of(names, tensors, (_versions,)))
+
     def bind(self, live: Mapping[str, torch.Tensor]) -> BoundState:
         """The tensors as they lie now; for the copy thread, before their bytes are read.
 
@@ -154,19 +226,61 @@ class LayoutBinding:
         difference = self._difference(live, self._forms) or self._parted(live)
         if difference or tensors is None:
             raise ValueError(layout_changed(difference))
-        return BoundState.of(self._names, tensors)
+        return BoundState.of(self._names, tensors, _FORMS)
 
-    def later(self, live: Mapping[str, torch.Tensor], bound: BoundState, slot: int) -> CopyList:
-        """The copies of all other tensors, made anew unless these are as they were last time."""
+    def later(
+        self, live: Mapping[str, torch.Tensor], bound: BoundState, slot: int
+    ) -> list[CopyList]:
+        """The copies of all other tensors: those that are copied before ``save`` returns, the rest.
+
+        Made anew unless the tensors are as they were last time.
+        """
         if self._bound is None or not self._bound.same(bound):
             self._bound, self._items = bound, {}
-        made = self._items  # forget() may come in between
+        made, early = self._items, self._early  # forget() and hurry() may come in between
         if slot not in made:
-            targets = self._targets[slot]
-            owners = [entry for entry in self._owners if not entry.boundary]
-            pairs = [CopyItem(live_part(live[e.name], e), targets[e.name]) for e in owners]
-            made[slot] = CopyList(pairs)
+            targets, parts = self._targets[slot], (CopyList(), CopyList())
+            for e in self.lazy_entries:
+                item = CopyItem(live_part(live[e.name], e), targets[e.name])
+                parts[e.name not in early].append(item)
+            made[slot] = [*parts]
         return made[slot]
+
+    @property
+    def lazy_entries(self) -> list[LayoutEntry]:
+        """All but those that are secured at the boundary."""
+        return [entry for entry in self._owners if not entry.boundary]
+
+    @property
+    def hurries(self) -> bool:
+        """True if some tensors are copied before ``save`` returns."""
+        return bool(self._early)
+
+    @property
+    def hurries_all(self) -> bool:
+        """True if nothing is copied after ``save`` has returned."""
+        return bool(self._early) and not self._lazy
+
+    def lazy_of(self, names: Iterable[str]) -> list[str]:
+        """Those of the names that are copied after ``save`` has returned."""
+        lazy = {*self._lazy}
+        return [name for name in names if name in lazy]
+
+    def hurry(self, names: Iterable[str] = ()) -> None:
+        """Copy these tensors before ``save`` returns from now on; all of them by default."""
+        chosen = {self._owner_of.get(name, name) for name in names}
+        if chosen and chosen <= self._early:
+            return
+        self._rounds += 1
+        if not chosen or self._rounds > MOST_ROUNDS:
+            chosen = {entry.name for entry in self._owners}
+        self._early, self._items = self._early | chosen, {}
+        self._set_lazy()
+
+    def _set_lazy(self) -> None:
+        early, owner = self._early, self._owner_of
+        every = [entry.name for entry in self.layout.entries if not entry.boundary]
+        self._lazy = [name for name in every if owner.get(name, name) not in early]
 
     def forget(self) -> None:
         """Let go of the tensors of last time, and of all views of their memory.
@@ -174,6 +288,7 @@ class LayoutBinding:
         A copy that still runs may keep some, until the next snapshot at most.
         """
         self._bound, self._items = None, {}
+        self.sampler.forget()
 
     def release(self) -> None:
         """Drop all views of the arena, so that it can be unmapped."""

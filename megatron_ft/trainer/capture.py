@@ -3,6 +3,11 @@
 At the end of each iteration a rank looks at the permit in its arena.  It captures where the permit
 says so, and says why where it cannot.  The copy runs beside training; the fence holds training
 before captured tensors change, and never longer than its timeout.
+
+A fence counts for one boundary: in an iteration without one nothing holds a step.  Whatever changed
+there gives its snapshot up, and from then on ``save`` waits for its copies.  Until it is known that
+iterations without a fence change nothing (gradients accumulate, a loss scaler skips a step), it
+waits behind each of them as well.
 """
 
 from __future__ import annotations
@@ -24,11 +29,16 @@ from megatron_ft.core.objects import encode
 from megatron_ft.core.shard import ShardLayout, pack_encoded
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.client import TrainerClient
-from megatron_ft.trainer.binding import layout_changed
+from megatron_ft.trainer.binding import changed_early, layout_changed
 from megatron_ft.trainer.copier import Copier
 from megatron_ft.trainer.engine import CaptureEngine, CaptureRun
 from megatron_ft.trainer.replicas import ReplicaDigester
-from megatron_ft.trainer.state import TrainingState, live_tensors
+from megatron_ft.trainer.state import (
+    KnowsOptimizers,
+    TrainingState,
+    WrapsTensors,
+    live_tensors,
+)
 from megatron_ft.trainer.stats import CaptureStats, IterationTimes, LateIterations, Warner
 from megatron_ft.trainer.ticket import Ticket, TicketBook
 
@@ -143,7 +153,7 @@ class Capture:
         self._run: CaptureRun | None = None
         self._answered: SnapshotId | None = None
         self._ended = -1
-        self._fence_seen = False
+        self._any_fence = self._fenced = self._idle_changes_nothing = False
         client.on_outcome = self._on_outcome
 
     @property
@@ -203,6 +213,9 @@ class Capture:
 
     def _act(self, iteration: int, adapt: Callable[[], TrainingState], declined: bool) -> Ticket:
         assert self._engine is not None
+        if not self._fenced:
+            self._look_behind(iteration, adapt)
+        fenced, self._fenced = self._fenced, False
         self._engine.arena.write_progress(iteration)
         permit = self._engine.arena.permit()
         if went_back := iteration < self._ended:
@@ -225,7 +238,7 @@ class Capture:
         if permit is None or due is BoundaryAction.WAIT:
             return self.skip(iteration)
         if due is BoundaryAction.CAPTURE and not self._losses.problem:
-            return self._capture(permit, adapt)
+            return self._capture(permit, adapt, fenced or self._idle_changes_nothing)
         if due is BoundaryAction.CAPTURE:
             self._refuse(permit.snapshot, self._losses.problem)
         elif due is BoundaryAction.MISS:
@@ -244,8 +257,14 @@ class Capture:
         self._warn("loss gate", "snapshot %s is refused: %s", snapshot, problem)
         self._client.send(m.Abandoned(self._client.shard_id, snapshot, problem))
 
-    def _capture(self, permit: Permit, adapt: Callable[[], TrainingState]) -> Ticket:
-        """Check that the state still fits, and start; what fails is counted and reported."""
+    def _capture(
+        self, permit: Permit, adapt: Callable[[], TrainingState], may_last: bool
+    ) -> Ticket:
+        """Check that the state still fits, and start; what fails is counted and reported.
+
+        The copy is waited for here unless it ``may_last`` until the next fence.
+        """
+        assert self._engine is not None
         self._answered = permit.snapshot
         started = time.monotonic()
         ticket = Ticket(permit.iteration, permit.snapshot)
@@ -256,8 +275,10 @@ class Capture:
             return ticket
         finally:
             self._stats.stall_seconds += time.monotonic() - started
-        if not self._fence_seen:
+        if not may_last or self._engine.binding.hurries_all:
             self._hold_without_fence(self._run)
+        elif self._engine.binding.hurries:
+            self._hold(early=True)
         self._stay(permit, ticket, started + permit.stay)
         return ticket
 
@@ -276,7 +297,8 @@ class Capture:
         if self._replicas.due(permit.snapshot):
             compare = partial(self._replicas.take, state)
         self._tickets.add(ticket)
-        return self._engine.begin(permit, ticket, live, meta, started, compare)
+        wrapped = state.wrapped() if isinstance(state, WrapsTensors) else None
+        return self._engine.begin(permit, ticket, live, meta, started, compare, wrapped)
 
     def _stay(self, permit: Permit, ticket: Ticket, until: float) -> None:
         """Stay at this boundary until the job ends this incarnation, which loses nothing then.
@@ -296,20 +318,59 @@ class Capture:
         When the timeout is over the copier stops after its current piece and the slot will never
         be sealed, so it does not matter that bytes change under it.
         """
-        self._fence_seen = True
-        self._hold()
+        self._any_fence = self._fenced = True
+        run, waited = self._run, self._hold()
+        if run is None or run.witness is None:
+            return
+        # What was copied while training stood here was looked at by the copy thread.
+        changed = [] if waited else run.look(last=True, fenced=True)
+        run.forget()
+        if changed and self._engine is not None:
+            self._engine.binding.hurry(changed)
+            if run.finished.is_set() and not run.stop_reason:
+                self._warn("early", "iteration %d: %s", self._ended + 1, changed_early(changed))
+
+    def _look_behind(self, iteration: int, adapt: Callable[[], TrainingState]) -> None:
+        """An iteration without a fence has ended: find out whether it has changed anything."""
+        run, engine = self._run, self._engine
+        if run is None or engine is None or run.witness is None:
+            return
+        changed = run.look(last=True)
+        if not changed and run.witness is None and not run.stop_reason:
+            changed = [s.pieces[0].entry.name for s in run.samples if not s.is_live()]
+            self._idle_changes_nothing |= not changed and not engine.binding.hurries_all
+        if run.witness is None:
+            run.forget()
+        if not changed:
+            return
+        engine.binding.hurry()
+        self._idle_changes_nothing = False
+        run.give_up(changed_early(changed))
+        state = adapt()
+        owner = state.optimizer_of(changed) if isinstance(state, KnowsOptimizers) else ""
+        self._warn(
+            "unfenced",
+            "%s changed in iteration %d, and no fence came before%s: save() waits for all of its "
+            "copies from now on. Call register_fence(optimizer), or step inside "
+            "`with snapshots.fence():`",
+            changed[0],
+            iteration,
+            owner and f" the step of {owner}",
+        )
 
     def let_go(self) -> None:
         """Keep no captured tensor, and no view of its memory; waits as ``fence`` does, and is
         none: it says nothing of whether training comes through there before it steps."""
         self._hold()
+        if self._run is not None:
+            self._run.forget()
         if self._engine is not None:
             self._engine.binding.forget()
 
     def _hold_without_fence(self, run: CaptureRun) -> None:
         """Wait for the copy here, as nothing says that anybody will before tensors change."""
         self._hold()
-        if self._stats.skipped:
+        if self._stats.skipped and not self._any_fence:
             self._warn(
                 "fence",
                 "no fence was seen before iteration %d: save() waits for its copies. Call "
@@ -317,16 +378,21 @@ class Capture:
                 run.permit.iteration,
             )
 
-    def _hold(self) -> None:
-        """Digests may still be computed afterwards: they read the arena, not the tensors."""
+    def _hold(self, *, early: bool = False) -> bool:
+        """Wait for the copy, or for the ``early`` part of it; True if there was any need to.
+
+        Digests may still be computed afterwards: they read the arena, not the tensors.
+        """
         run = self._run
         if run is None or run.moved.is_set():
-            return
+            return False
         started = time.monotonic()
-        arrived = run.wait_moved(self._timeout_seconds)
+        wait = run.wait_early if early else run.wait_moved
+        arrived = wait(self._timeout_seconds)
         self._stats.stall_seconds += time.monotonic() - started
         if arrived:
-            return
+            return True
+        run.forget()
         reason = f"the fence waited {self._timeout_seconds:g} s for the copy"
         if run.stop(reason):
             logger.warning(
@@ -336,6 +402,7 @@ class Capture:
                 run.permit.iteration,
                 reason,
             )
+        return True
 
     def close(self, *, at_once: bool = False) -> None:
         """Let a running capture end, or give it up, and unmap the arena.
@@ -346,7 +413,7 @@ class Capture:
             return
         if at_once and self._run is not None:
             self._run.stop("the job restarts")
-        self.fence()
+        self._hold()
         self._engine.close(self._timeout_seconds)
         self._engine = None
 

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,9 +28,10 @@ from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.core.shard import ShardLayout, pack_meta
 from megatron_ft.rpc import messages as m
-from megatron_ft.trainer.binding import LayoutBinding
+from megatron_ft.trainer.binding import LayoutBinding, Witness, changed_early
 from megatron_ft.trainer.copier import Copier, CopyItem, ShouldStop, ranges
 from megatron_ft.trainer.cpu import CpuCopier
+from megatron_ft.trainer.sample import Sample
 from megatron_ft.trainer.state import TrainingState, live_tensors
 from megatron_ft.trainer.ticket import Ticket
 
@@ -99,8 +100,10 @@ class CaptureRun:
 
     ``live`` are all tensors of the state; ``staged`` what the boundary left to copy of those
     that forward may change.  ``compare`` takes the digests of ``replicas`` from live tensors.
-    ``moved`` is set when nothing reads the live tensors any more, whatever the result;
-    ``finished`` when nothing writes to the slot any more and the SMP has its report.
+    ``early`` is set when what may not change before the fence is copied; ``moved`` when nothing
+    reads the live tensors any more, whatever the result; ``finished`` when nothing writes to the
+    slot any more and the SMP has its report.  ``witness`` and ``samples`` tell whether lazily
+    copied tensors have changed since the boundary.
     """
 
     permit: Permit
@@ -110,12 +113,15 @@ class CaptureRun:
     mark: Any
     meta: Callable[[], bytes]
     compare: Compare | None = None
+    witness: Witness | None = None
+    samples: Sequence[Sample] = ()
     replicas: tuple[m.ReplicaDigests, ...] = ()
     copied_bytes: int = 0
     boundary_seconds: float = 0.0
     copy_seconds: float = 0.0
     stall_seconds: float = 0.0
     stop_reason: str = ""
+    early: Event = field(default_factory=Event)
     moved: Event = field(default_factory=Event)
     finished: Event = field(default_factory=Event)
     _fence_entered: float | None = None
@@ -141,6 +147,46 @@ class CaptureRun:
         self._fence_left.set()
         return moved
 
+    def wait_early(self, timeout_seconds: float) -> bool:
+        """As ``wait_moved``, for what may not change before the fence; at the boundary."""
+        started = time.monotonic()
+        arrived = self.early.wait(timeout_seconds)
+        self.boundary_seconds += time.monotonic() - started
+        return arrived
+
+    def look(self, *, last: bool = False, fenced: bool = False) -> list[str]:
+        """Names of tensors that have changed since the boundary; a snapshot not yet sealed is then
+        given up.
+
+        torch counts a write when it has been made, and the copy thread may have looked before.  So
+        training looks for writes once more where it comes to a fence (``fenced``) or boundary, the
+        ``last`` time unless the copy runs on; and the copy thread does before it reports, if
+        training has not.
+        """
+        with self._lock:
+            if self.witness is None:
+                return []
+            changed = self.witness.written() if fenced else self.witness.changed()
+            if changed:
+                self._give_up(changed_early(changed))
+            if last and self.moved.is_set():
+                self.witness = None
+            return changed
+
+    def give_up(self, reason: str) -> None:
+        """Have the snapshot not sealed, if it is not yet."""
+        with self._lock:
+            self._give_up(reason)
+
+    def _give_up(self, reason: str) -> None:
+        if not self.finished.is_set():
+            self.stop_reason = self.stop_reason or reason
+
+    def forget(self) -> None:
+        """Let go of the tensors: training may change them from now on."""
+        with self._lock:
+            self.witness, self.samples = None, ()
+
     def let_training_go(self) -> None:
         """Sleep until a thread that waited for the copy runs again.
 
@@ -165,6 +211,7 @@ class CaptureRun:
                 self.stop_reason = self.stop_reason or reason
             # Digests do not need the live tensors: let go of them.
             self.live, self.staged, self.mark, self.compare = {}, [], None, None
+            self.early.set()
             self.moved.set()
             return not self.stop_reason
 
@@ -305,14 +352,18 @@ class CaptureEngine:
         meta: Callable[[], bytes],
         started: float,
         compare: Compare | None = None,
+        wrapped: Mapping[str, torch.Tensor] | None = None,
     ) -> CaptureRun:
         """Secure what may change at once and start the copy of the rest.
 
         ``meta`` gives what lies behind the tensors, in the copy thread, and ``compare`` the digests
-        of replicas.  ``started`` is the monotonic time since when training has been held.  An
-        exception leaves nothing behind that writes to the slot.
+        of replicas.  ``started`` is the monotonic time since when training has been held.
+        ``wrapped`` is as in ``LayoutBinding.witness``.  An exception leaves nothing behind that
+        writes to the slot.
         """
         reach("capture.permitted")
+        witness = self.binding.witness(live, wrapped or {})
+        samples = self.binding.sampler.take(live)
         staged = self._copier.stage(self.binding.at_boundary(live, permit.slot))
         run = CaptureRun(
             permit,
@@ -322,6 +373,8 @@ class CaptureEngine:
             self._copier.mark(),
             meta,
             compare,
+            witness,
+            samples,
             copied_bytes=self.binding.copied_bytes,
         )
         run.boundary_seconds = time.monotonic() - started
@@ -347,18 +400,21 @@ class CaptureEngine:
 
     def _copy(self, run: CaptureRun) -> bool:
         started = time.monotonic()
-        complete, reason = False, "the copier stopped"
         try:
             if self._is_given(run):
-                complete = self._copy_items(run)
-                if complete:
+                reason = self._copy_items(run)
+                if not reason:
                     self._take_replicas(run)
             else:
                 reason = f"its slot was not given in {SLOT_SECONDS:g} s: does the SMP answer?"
         except Exception as error:
-            logger.warning("copy of snapshot %s failed", run.permit.snapshot, exc_info=True)
             reason = f"the copy failed: {error!r}"
-        good = run.end_copy(started, complete, reason)
+            # A tensor that was given other memory meanwhile is refused by copiers, too.
+            if self._changed(run):
+                reason = run.stop_reason
+            else:
+                logger.warning("copy of snapshot %s failed", run.permit.snapshot, exc_info=True)
+        good = run.end_copy(started, not reason, reason)
         run.ticket.resolve(run.ticket.captured, good)
         run.let_training_go()
         return good
@@ -406,22 +462,45 @@ class CaptureEngine:
 
         return should_stop
 
-    def _copy_items(self, run: CaptureRun) -> bool:
-        """Copy what the boundary left, then the rest.
+    def _copy_items(self, run: CaptureRun) -> str:
+        """Copy what the boundary left, then the rest; the reason why the bytes are not good, or ''.
 
-        ValueError if the layout has changed, or tensors were given other memory meanwhile.
+        ValueError if the layout has changed, or a tensor was given other memory meanwhile.
         """
         should_stop = self._should_stop(run)
+        if self._changed(run):
+            return run.stop_reason
         bound = self.binding.bind(run.live)
-        later = self.binding.later(run.live, bound, run.permit.slot)
-        # Apart from what was staged: copiers keep plans with the list.
-        staged = run.staged
-        if staged and not self._copier.copy(staged, run.mark, should_stop):
-            return False
-        complete = self._copier.copy(later, run.mark, should_stop)
-        if complete and (moved := bound.moved()):
-            raise ValueError(f"{moved} was given other memory while it was copied")
-        return complete
+        early, later = self.binding.later(run.live, bound, run.permit.slot)
+        # Apart from what was staged: copiers keep plans with the lists.
+        staged = [*run.staged, *(sample.item for sample in run.samples)]
+        for items in (staged, early, later):
+            if items and not self._copier.copy(items, run.mark, should_stop):
+                return "the copier stopped"
+            if items is early:
+                run.early.set()
+        if self._changed(run):
+            return run.stop_reason
+        moved = self.binding.lazy_of(bound.changed())
+        return changed_early(moved) if moved else self._miscaptured(run)
+
+    def _changed(self, run: CaptureRun) -> bool:
+        """True if lazily copied tensors have changed; those are copied early from now on."""
+        if changed := run.look():
+            self.binding.hurry(changed)
+        return bool(changed)
+
+    def _miscaptured(self, run: CaptureRun) -> str:
+        """The reason why the sample shows other bytes than those of the boundary, or ''.
+
+        torch has not counted such a write, so nothing is left to the time after the boundary then.
+        """
+        self.binding.sampler.draw(run.live)
+        region = self._regions[run.permit.slot]
+        wrong = [name for sample in run.samples for name in sample.miscaptured(region)]
+        if wrong:
+            self.binding.hurry()
+        return changed_early(sorted({*wrong})) if wrong else ""
 
     def _seal(self, run: CaptureRun) -> SealedRecord | None:
         permit, slot = run.permit, run.permit.slot
@@ -437,10 +516,10 @@ class CaptureEngine:
             block_bytes=self._block_bytes,
         )
         reach("capture.digested")
+        self._changed(run)
         if self.revoked(permit):
-            run.stop_reason = "its permit was revoked"
-            return None
-        return record
+            run.stop_reason = run.stop_reason or "its permit was revoked"
+        return None if run.stop_reason else record
 
     def revoked(self, permit: Permit) -> bool:
         """True if the permit word no longer allows this capture."""

@@ -69,6 +69,15 @@ class Enumeration:
         names, tensors = reversed(self.handles.keys()), reversed(self.handles.values())
         return dict(zip(map(id, tensors), names, strict=True))
 
+    @cached_property
+    def wrapped(self) -> dict[str, torch.Tensor]:
+        """The tensors whose insides are stored, by name; of a finished pass."""
+        if {*map(type, self.handles.values())} <= DENSE:
+            return {}
+        return {
+            n: tensor for n, tensor in self.handles.items() if local_tensor(tensor) is not tensor
+        }
+
     def put(self, name: str, tensor: torch.Tensor, lazy: bool) -> None:
         """Register a tensor under a name that must be new."""
         if name in self.handles:
@@ -275,6 +284,22 @@ class MappingState:
             return {}
         groups = ((name, self.replica_group(name)) for name in self.tensors())
         return {name: group for name, group in groups if group is not None}
+
+    def wrapped(self) -> dict[str, torch.Tensor]:
+        """DTensors, whose shards are stored."""
+        return self._current().wrapped
+
+    def optimizer_of(self, names: Sequence[str]) -> str:
+        """The first optimizer that has one of these tensors among its parameters or its state."""
+        handles = self._current().handles
+        tensors = {id(handles[name]) for name in names if name in handles}
+        for entry, value in self._state.items():
+            if is_optimizer(value) and (
+                any(name.startswith(f"{entry}/") for name in names)
+                or not tensors.isdisjoint(map(id, _parameters(value)))
+            ):
+                return f"{entry!r} ({type(value).__name__})"
+        return ""
 
     def compared(self) -> dict[str, tuple[torch.Tensor, Any]]:
         """Parameters below DistributedDataParallel, and the state of optimizers of these alone."""

@@ -147,6 +147,22 @@ class ComparesMore(Protocol):
 
 
 @runtime_checkable
+class WrapsTensors(Protocol):
+    """A state of which some live tensors are the insides of others, as the shards of DTensors."""
+
+    def wrapped(self) -> Mapping[str, torch.Tensor]:
+        """The outer ones by name, as of the last enumeration."""
+
+
+@runtime_checkable
+class KnowsOptimizers(Protocol):
+    """A state that knows which optimizer changes a tensor."""
+
+    def optimizer_of(self, names: Sequence[str]) -> str:
+        """Name and class of one that owns such a tensor, for messages; '' if none is known."""
+
+
+@runtime_checkable
 class HasLogicalMap(Protocol):
     """A state that knows the place of its tensors in the unsharded model."""
 

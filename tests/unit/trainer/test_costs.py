@@ -70,7 +70,7 @@ def test_the_training_thread_makes_so_many_calls_a_tensor(tmp_path: Path) -> Non
     few, many = (calls_of_save(tmp_path / str(count), tensors(count)) for count in (4, 404))
     assert many["call"] - few["call"] <= 400 * MOST_SAVE_CALLS, (few, many)
     assert many["c_call"] - few["c_call"] <= 400 * MOST_SAVE_C_CALLS, (few, many)
-    assert few["call"] < 250, few
+    assert few["call"] < 300, few
 
 
 def test_a_fence_asks_no_tensor(smp: FakeSmp) -> None:
@@ -92,7 +92,7 @@ def test_a_copy_asks_each_tensor_once_where_it_is(smp: FakeSmp) -> None:
     manager = ready(smp, state)
     engine = manager._capture._engine
     assert engine is not None
-    later = engine.binding.later(state, engine.binding.bind(state), 0)
+    _, later = engine.binding.later(state, engine.binding.bind(state), 0)
     copier = CpuCopier(PIECE)
     copier.copy(later, None, lambda: False)
     found = calls_of(lambda: copier.copy(later, None, lambda: False))
