@@ -311,10 +311,10 @@ class ArenaStore:
             if arena.in_place() and (mended := arena.mend_records(self._headers[shard_id], slots)):
                 log.warning("%s was damaged and is mended: %s", arena.path, ", ".join(mended))
         for shard_id, permit in self._permits.items():
-            arena = self.arenas.get(shard_id)
-            if arena is not None and arena.permit() != permit:
-                log.warning("the permit in %s was damaged and is mended", arena.path)
-                arena.write_permit(permit)
+            held = self.arenas.get(shard_id)
+            if held is not None and held.permit() != permit:
+                log.warning("the permit in %s was damaged and is mended", held.path)
+                held.write_permit(permit)
 
     def set_lineage(self, incarnation: int, lineage: tuple[Ancestor, ...]) -> None:
         """Record the current incarnation of the job in every arena."""

@@ -23,7 +23,7 @@ from megatron_ft.core.shard import LogicalPlace
 from megatron_ft.trainer import master_tensors
 from megatron_ft.trainer.addresses import DENSE
 from megatron_ft.trainer.dtensor_places import dtensor_places
-from megatron_ft.trainer.optimizer_load import exact_loads, load_optimizer
+from megatron_ft.trainer.optimizer_load import exact_loads, load_optimizer, parameters
 from megatron_ft.trainer.optimizer_places import StatePlaces, has_device
 from megatron_ft.trainer.replicas import groups_of_wrapped
 from megatron_ft.trainer.state import RngState, TrainingState
@@ -296,7 +296,7 @@ class MappingState:
         for entry, value in self._state.items():
             if is_optimizer(value) and (
                 any(name.startswith(f"{entry}/") for name in names)
-                or not tensors.isdisjoint(map(id, _parameters(value)))
+                or not tensors.isdisjoint(map(id, parameters(value)))
             ):
                 return f"{entry!r} ({type(value).__name__})"
         return ""

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import mmap
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_ft.arena.arena import Arena
-from tests.support import damage as r
 from tests.support.damage import Region, arenas, regions
 from tests.support.disk_jobs import of_kind, wait_until
 from tests.support.jobs import Job, Result, difference
