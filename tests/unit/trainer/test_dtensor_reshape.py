@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ torch = pytest.importorskip("torch")
 from megatron_ft.core.errors import LayoutMismatchError, StateMismatchError  # noqa: E402
 from megatron_ft.trainer.mapping import MappingState  # noqa: E402
 from megatron_ft.trainer.state import RngState  # noqa: E402
+from tests.support.fake_ranks import as_rank  # noqa: E402
 from tests.support.late_capture import (  # noqa: E402
     LOAD_FROM,
     RESHAPE_FROM,
@@ -24,18 +24,6 @@ from tests.support.late_capture import (  # noqa: E402
 from tests.support.warm_host import Request, WarmHost  # noqa: E402
 
 SNAPSHOT_AT, ITERATIONS = 4, 8
-
-
-@contextmanager
-def as_rank(rank: int, world: int) -> Iterator[None]:
-    """Inside, this process is one of many that never talk."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def shard_of(whole: Any, mesh: Any, placements: Sequence[Any]) -> Any:

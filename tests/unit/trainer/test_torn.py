@@ -9,12 +9,19 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
+from threading import Event
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from tests.support.captures import FakeSmp
+from megatron_ft.arena import digest
+from megatron_ft.core.shard import LayoutEntry
+from megatron_ft.trainer.sample import Sampler
+from megatron_ft.trainer.state import drawn
+from tests.support.captures import WAIT, FakeSmp
+from tests.support.fake_ranks import as_rank
 from tests.support.torn import PIECE, Trial, parameter
 
 Change = Callable[["Momentum"], object]
@@ -421,3 +428,163 @@ def test_every_optimizer_of_torch_is_fenced_and_seen(
     if name == "LBFGS":
         return  # its state grows in its first steps, which is a new layout
     assert ended.sealed == [1, 2, 4, 5, 6] and list(ended.given_up) == [3]
+
+
+@pytest.mark.parametrize("looks", ["fence", "report"])
+def test_a_write_that_is_counted_when_the_copy_has_ended_is_seen(
+    smp: FakeSmp, monkeypatch: pytest.MonkeyPatch, looks: str
+) -> None:
+    """torch counts an operation when it is over, and it may end behind the copy."""
+    sealing, counted = Event(), Event()
+    seal = digest.seal
+
+    def slow(*words: Any, **more: Any) -> Any:
+        sealing.set()
+        assert counted.wait(WAIT), "nothing was counted"
+        return seal(*words, **more)
+
+    monkeypatch.setattr(digest, "seal", slow)
+    trial, model, _ = momentum(smp)
+    trial.save()
+    trial.copier.go.set()
+    assert sealing.wait(WAIT), "nothing was copied"
+    torch.autograd.graph.increment_version(model.teacher)
+    if looks == "fence":
+        with trial.manager.fence():
+            pass
+    counted.set()
+    trial.settle()
+    assert list(trial.ended.given_up) == [1] and "model/teacher" in trial.ended.given_up[1]
+    trial.manager.close()
+
+
+def test_a_step_behind_the_fence_is_none_of_a_snapshot_that_is_not_yet_sealed(
+    smp: FakeSmp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepped, seal = Event(), digest.seal
+
+    def slow(*words: Any, **more: Any) -> Any:
+        assert stepped.wait(WAIT), "nothing has stepped"
+        return seal(*words, **more)
+
+    monkeypatch.setattr(digest, "seal", slow)
+    trial, model, optimizer = momentum(smp)
+    trial.save()
+    _step(model, optimizer)
+    stepped.set()
+    trial.settle()
+    assert trial.ended.sealed == [1]
+    trial.manager.close()
+
+
+def test_tensors_of_inference_mode_have_no_counter_and_are_sampled(smp: FakeSmp) -> None:
+    with torch.inference_mode():
+        cache = torch.zeros(60_000)
+    weights = parameter()
+    optimizer = torch.optim.SGD([weights], lr=1.0)
+    trial = Trial(smp, {"cache": cache, "weights": weights})
+
+    def iterate(number: int) -> None:
+        if number == 4:
+            with torch.inference_mode():
+                cache.add_(1.0)
+        _train([weights], optimizer)
+
+    ended = trial.train(iterate, 6)
+    assert list(ended.given_up) == [3] and "cache changed" in ended.given_up[3]
+
+
+def test_a_sample_draws_nothing_from_the_generators_of_training(smp: FakeSmp) -> None:
+    before = drawn()
+    trial, model, optimizer = momentum(smp)
+    assert len(trial.train(lambda _: _step(model, optimizer), 3).sealed) == 3
+    assert drawn() == before
+
+
+def test_a_sample_sees_the_part_of_a_tensor_that_is_stored() -> None:
+    """Any byte of any tensor has its turn; a replicated tensor is stored in part."""
+    whole = torch.arange(3000, dtype=torch.int32)
+    start, stop = 1000, 2000
+    entry = LayoutEntry("w", "int32", (3000,), 64, 4000, start, stop, False, "", 3, None)
+    small = LayoutEntry("s", "uint8", (7,), 4096, 7, 0, 7, False, "", 1, None)
+    live = {"w": whole, "s": torch.arange(7, dtype=torch.uint8)}
+    region = np.zeros(8192, np.uint8)
+    region[64:4064] = whole[start:stop].numpy().view(np.uint8)
+    region[4096:4103] = np.arange(7)
+    sampler, seen = Sampler([entry, small]), set[tuple[str, int]]()
+    for _ in range(40):
+        (sample,) = sampler.take(live)
+        sample.item.target.copy_(sample.item.source)
+        assert not sample.miscaptured(region) and sample.is_live()
+        seen |= {(piece.entry.name, byte) for piece in sample.pieces for byte in _range(piece)}
+        sampler.draw(live)
+    assert seen == {("s", byte) for byte in range(7)} | {("w", byte) for byte in range(4000)}
+    region[64 + 4 * 321] ^= 1
+    assert any(_differs(sampler, live, region) for _ in range(200))
+
+
+def _range(piece: Any) -> range:
+    return range(piece.start, piece.stop)
+
+
+def _differs(sampler: Sampler, live: dict[str, torch.Tensor], region: Any) -> bool:
+    sampler.draw(live)
+    (sample,) = sampler.take(live)
+    sample.item.target.copy_(sample.item.source)
+    return sample.miscaptured(region) == ["w"]
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_sample_is_of_the_memory_that_a_tensor_has_at_its_boundary(moved: bool) -> None:
+    """Though it was drawn before."""
+    entry = LayoutEntry("w", "float32", (100,), 0, 400, 0, 100, False, "", 1, None)
+    live = {"w": torch.zeros(100)}
+    sampler = Sampler([entry])
+    sampler.draw(live)
+    if moved:
+        live["w"].data = torch.ones(100)
+    else:
+        live["w"].fill_(1.0)
+    (sample,) = sampler.take(live)
+    assert (sample.item.source.view(torch.float32) == 1.0).all()
+    live["w"].untyped_storage().resize_(0)
+    assert sampler.take(live) == []
+
+
+def outside(weight: Any) -> None:
+    weight.add_(1.0)
+
+
+def inside(weight: Any) -> None:
+    weight.to_local().add_(1.0)
+
+
+def by_foreach_of_dtensors(weight: Any) -> None:
+    """Neither counter counts it."""
+    torch._foreach_add_([weight], 1.0)
+
+
+@pytest.mark.parametrize("change", [outside, inside, by_foreach_of_dtensors])
+def test_a_dtensor_is_seen_to_change_outside_and_inside(
+    smp: FakeSmp, change: Callable[[Any], None]
+) -> None:
+    """As FSDP2's parameters: a write is counted on one of the two."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with as_rank(0, 1):
+        mesh = init_device_mesh("cpu", (1,))
+        whole = distribute_tensor(torch.zeros(80_000), mesh, [Shard(0)])
+        weight = torch.nn.Parameter(whole)
+        optimizer = torch.optim.SGD([parameter(2000)])
+        trial = Trial(smp, {"model": torch.nn.ParameterList([weight]), "small": parameter(2000)})
+
+        def iterate(number: int) -> None:
+            if number % 3 == 2:
+                with torch.no_grad():
+                    change(weight)
+            optimizer.step()
+
+        ended = trial.train(iterate, 8)
+    assert list(ended.given_up) == [1] and "model/0 changed" in ended.given_up[1]
+    assert ended.sealed == [2, 3, 4, 5, 6, 7, 8]
