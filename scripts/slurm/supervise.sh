@@ -4,8 +4,19 @@
 # supervise COMMAND...: run COMMAND under `megatron-ft run` in this allocation to its end, then
 # requeue the job or end it.  What ends how, and with which exit code: docs/how-to/slurm.md.
 
+# safe_name NAME: the name itself where it can name our job, else one that is made of it.  Slurm takes
+# any: with blanks, with letters of any language.
+safe_name() {
+    local LC_ALL=C safe="${1//[^A-Za-z0-9._-]/-}" sum
+    if [ "$safe" != "$1" ] || [[ "$safe" == [._-]* ]]; then
+        sum="$(cksum <<<"$1")"
+        safe="job-$safe-${sum%% *}"
+    fi
+    echo "$safe"
+}
+
 # The tasks of an array (--array=1-N%1) continue one another: they share the array's state.
-: "${JOB:=${SLURM_JOB_NAME:?run this inside a Slurm job}${SLURM_ARRAY_JOB_ID:+-$SLURM_ARRAY_JOB_ID}}"
+: "${JOB:=$(safe_name "${SLURM_JOB_NAME:?run this inside a Slurm job}")${SLURM_ARRAY_JOB_ID:+-$SLURM_ARRAY_JOB_ID}}"
 : "${CHECK_ONLY:=}"
 : "${STATE_DIR:=$PWD/megatron-ft-state}"
 : "${DRAIN_DIR:=$PWD/megatron-ft-checkpoints}"
@@ -20,6 +31,8 @@
 : "${ON_NO_SPARE:=requeue}"
 : "${QUEUE_SECONDS:=120}"
 : "${MAX_REQUEUES:=100}"
+# How long Slurm is asked again while its controller is away.
+: "${ASK_SECONDS:=3600}"
 : "${RUN_FLAGS:=}"
 : "${SRUN_FLAGS:=}"
 : "${EXPORT_DIR:=}"
@@ -123,10 +136,34 @@ run_once() {
     child=""
 }
 
+AWAY='contact slurm|timed out|refused|connect failure|Zero Bytes|ommunication|Transport|temporarily'
+
+# asked COMMAND...: what a command of Slurm's prints.  While the controller does not answer it is asked
+# again, with longer and longer waits, for up to ASK_SECONDS; fails then, or where Slurm refuses.
+asked() {
+    local pause=1 begun="$SECONDS" files ended=0
+    files="$(mktemp -d)"
+    # Not in a subshell: Slurm may end this script in the midst of a request.
+    until "$@" >"$files/said" 2>"$files/errors"; do
+        if ! grep -qE "$AWAY" "$files/errors" || [ "$((SECONDS - begun))" -ge "$ASK_SECONDS" ]; then
+            ended=1
+            break
+        fi
+        [ "$pause" -gt 1 ] || echo "megatron-ft: Slurm does not answer \`$1\`: it is asked again" \
+            "for up to $ASK_SECONDS s" >&2
+        sleep "$pause"
+        pause=$((pause < 30 ? 2 * pause : 30))
+    done
+    cat "$files/said"
+    [ "$ended" -eq 0 ] || cat "$files/errors" >&2
+    rm -rf "$files"
+    return "$ended"
+}
+
 # For one task of a command on each of some nodes of this job; the batch step's own numbers of
-# tasks and nodes would count otherwise.
+# tasks and nodes would count otherwise; and with `sbatch --export=NONE` srun would export nothing.
 SRUN_HERE=(env -u SLURM_NNODES -u SLURM_NTASKS -u SLURM_NPROCS -u SLURM_NTASKS_PER_NODE
-    -u SLURM_TASKS_PER_NODE srun --overlap --no-kill --kill-on-bad-exit=0 --mem=0)
+    -u SLURM_TASKS_PER_NODE -u SLURM_EXPORT_ENV srun --overlap --no-kill --kill-on-bad-exit=0 --mem=0)
 
 # start_deputy NODE: a step that watches this node from there; fails if it does not begin.
 #
@@ -155,7 +192,7 @@ start_deputy() {
 # keep_deputies: have two other nodes watch for the loss of this one, which would end this script
 # and nothing else.  A deputy that is lost, as Slurm sees it, gets a successor.
 keep_deputies() {
-    local others steps node count
+    local others steps node count unwatched=""
     mkdir -p "$STATE_DIR"
     # Without control groups this outlives a script that is killed, and must not serve the next one.
     while kill -0 "$$" 2>/dev/null; do
@@ -169,7 +206,16 @@ keep_deputies() {
             done
             for node in $others; do
                 [ "$count" -lt 2 ] || break
-                grep -qx "$node $DEPUTY" <<<"$steps" || ! start_deputy "$node" || count=$((count + 1))
+                if grep -qx "$node $DEPUTY" <<<"$steps"; then
+                    continue
+                elif start_deputy "$node"; then
+                    count=$((count + 1))
+                elif [[ " $unwatched " != *" $node "* ]]; then
+                    unwatched+=" $node"
+                    echo "megatron-ft: warning: no deputy could be started on $node" \
+                        "($STATE_DIR/deputies.log says why): it is tried again. Without a deputy the" \
+                        "loss of $SLURMD_NODENAME, where this script runs, does not requeue the job" >&2
+                fi
             done
         fi
         sleep "$DEPUTY_SECONDS"
@@ -204,11 +250,15 @@ led_by_another() {
 requeue() {
     local count="${SLURM_RESTART_COUNT:-0}" state
     # A job that was cancelled without a signal is over for Slurm; requeueing would revive it.
-    state="$(squeue --noheader --jobs "$THIS" --format=%T)"
+    if ! state="$(asked squeue --noheader --jobs "$THIS" --format=%T)"; then
+        echo "megatron-ft: $1, but Slurm does not say how job $SLURM_JOB_ID is: not requeued;" \
+            "submit it again" >&2
+        return 0
+    fi
     [ "$state" = RUNNING ] && [ "$count" -lt "$MAX_REQUEUES" ] || return 0
     echo "megatron-ft: $1: requeueing job $SLURM_JOB_ID (time $((count + 1)))"
     trap - TERM USR1
-    if scontrol requeue "$SLURM_JOB_ID"; then
+    if asked scontrol requeue "$SLURM_JOB_ID"; then
         # Slurm ends this script with the job, and perhaps what it waits for first: nothing may follow.
         exec sleep infinity
     fi

@@ -9,10 +9,12 @@ import fcntl
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
+from megatron_ft.core.environment import check_names
 from tests.support.jobs import ROOT
 
 SUPERVISE = ROOT / "scripts" / "slurm" / "supervise.sh"
@@ -481,3 +483,92 @@ def wait_for(batch: Batch, words: str, process: subprocess.Popen[str]) -> None:
         except subprocess.TimeoutExpired:
             continue
     raise AssertionError(f"no {words!r} within 60 s")
+
+
+def failing(batch: Batch, command: str, times: int, said: str) -> None:
+    """Have a command of Slurm's fail at first, so many times, with this on its standard error."""
+    counter = f'echo x >>"$CALLS.{command}"\n'
+    counter += f'[ "$(wc -l <"$CALLS.{command}")" -gt {times} ] || '
+    counter += f'{{ echo "{said}" >&2; exit 1; }}\ncase'
+    asked = {"squeue": "*%T", "scontrol": "requeue*"}[command]  # others ask in the background
+    own = CALLED.replace("case", f'if [[ "$*" = {asked} ]]; then\n{counter[:-4]}fi\ncase', 1)
+    batch._write(batch.calls.with_name(command), own)
+
+
+AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+
+
+@pytest.mark.parametrize("command", ["squeue", "scontrol"])
+def test_a_requeue_waits_for_a_scheduler_that_is_away(tmp_path: Path, command: str) -> None:
+    batch = Batch(tmp_path, 13, REQUEUE="0")
+    failing(batch, command, 3, AWAY)
+    process = batch.start()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out  # it became `sleep infinity`
+    assert batch.did("scontrol requeue 9") and batch.did("sleep infinity"), out
+
+
+def test_what_slurm_refuses_is_not_asked_again(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, 13, REQUEUE="0")
+    failing(batch, "scontrol", 1, "Requested operation is presently disabled for job 9")
+    assert batch.start().wait(60) == 13
+    assert batch.calls.read_text().count("scontrol requeue") == 1
+
+
+def test_a_scheduler_that_stays_away_is_asked_for_its_time(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, 13, REQUEUE="0", ASK_SECONDS="1")
+    failing(batch, "squeue", 10**6, AWAY)
+    assert batch.start().wait(60) == 13
+    assert not batch.did("scontrol requeue")
+
+
+@pytest.mark.parametrize(
+    ("code", "settings", "requeued"),
+    [
+        (15, {}, False),
+        (15, {"AFTER_EXIT": "requeue"}, True),
+        (15, {"AFTER_EXIT": "requeue", "SLURM_RESTART_COUNT": "100"}, False),
+    ],
+)
+def test_an_early_end_is_requeued_where_asked(
+    tmp_path: Path, code: int, settings: dict[str, str], requeued: bool
+) -> None:
+    batch = Batch(tmp_path, code, **settings)
+    assert batch.start().wait(60) == code
+    assert batch.did("scontrol requeue") == requeued
+
+
+def test_the_next_task_of_an_array_continues_after_an_early_end(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, 15, **ARRAY)
+    assert batch.start().wait(60) == 15
+    assert not batch.did("scancel --state=PENDING") and not batch.did(FREED)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["plain-1.2_x", "my job", "tr\u00e4ining", "\u6a21\u578b", "a/b", ".hidden", "-x", "a\tb"],
+)
+def test_a_job_name_of_any_form_is_made_safe(tmp_path: Path, name: str) -> None:
+    batch = Batch(tmp_path, 0, SLURM_JOB_NAME=name)
+    assert batch.start().wait(60) == 0
+    begun = next(line for line in batch.calls.read_text().splitlines() if line.startswith("begun"))
+    given = begun.split("--job ")[1].split(" --spares")[0]
+    check_names(Path("/dev/shm/x"), given, ["n0"])
+    assert (given == name) == (name == "plain-1.2_x"), given
+
+
+def test_a_deputy_that_cannot_start_is_said(tmp_path: Path) -> None:
+    batch, said = Batch(tmp_path, 0, SIGNALS="1", NODES="n0 n1"), tmp_path / "said"
+    batch._write(tmp_path / "srun", "#!/bin/bash\nexit 1\n")
+    command = ["bash", "-c", f"exec >{said} 2>&1; source {SUPERVISE}; supervise true"]
+    with subprocess.Popen(command, env=batch.environment) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not said.exists() or "no deputy could be started on n1" not in said.read_text():
+                assert time.monotonic() < deadline, said.read_text()
+                time.sleep(0.1)
+            with batch.calls.open("a") as calls:
+                calls.write("sent\n")
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
