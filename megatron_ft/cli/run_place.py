@@ -305,7 +305,7 @@ def _over_remote_shells(
     shell = shlex.split(arguments.remote_shell or _SSH)
     try:
         return [
-            AgentFront(AgentOrders(host, rank, hub.meeting), [*shell, host])
+            AgentFront(AgentOrders(host, rank, hub.meeting, folder=os.getcwd()), [*shell, host])
             for rank, host in enumerate(hosts)
         ]
     except OSError as error:

@@ -233,6 +233,7 @@ def _make_folders(node_dir: Path) -> None:
 def main() -> int:
     """Read the orders, have the agent obey them elsewhere, wait for its end."""
     orders = msgspec.json.decode(_first_line(), type=AgentOrders)
+    _enter(orders)
     # A signal that a launcher sends to all of a job must not end the memory before it was drained.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -247,6 +248,21 @@ def main() -> int:
     if not os.fork():
         os.write(agents_end, str(_obey(orders)).encode())
     os._exit(0)
+
+
+def _enter(orders: AgentOrders) -> None:
+    """Go to the folder of the command line: a remote shell begins in the user's home folder."""
+    if not orders.folder:
+        return
+    try:
+        os.chdir(orders.folder)
+    except OSError as error:
+        print(
+            f"megatron-ft, agent of {orders.node}: warning: the folder {orders.folder}, where "
+            f"`megatron-ft run` was started, cannot be entered here ({error.strerror}): programs "
+            f"start in {os.getcwd()}, and relative paths count from there",
+            file=sys.stderr,
+        )
 
 
 def _first_line() -> bytes:

@@ -57,13 +57,14 @@ class AgentOrders(msgspec.Struct, frozen=True):
     """Orders of an agent, from its standard input.
 
     ``node`` is its name.  Without ``meeting`` it waits for one in ``file``, and for a new one
-    when that supervisor is lost.
+    when that supervisor is lost.  Processes start in ``folder``, "": that of the agent.
     """
 
     node: str
     rank: int
     meeting: Meeting | None = None
     file: str = ""
+    folder: str = ""
 
 
 def read_meeting(file: Path) -> Meeting | None:

@@ -56,7 +56,10 @@ class Site:
         return self.hubs[-1]
 
     def agent(self, name: str, rank: int = 0) -> AgentFront:
-        self.fronts.append(AgentFront(AgentOrders(name, rank, file=str(self.file))))
+        return self.remote(AgentOrders(name, rank, file=str(self.file)))
+
+    def remote(self, orders: AgentOrders, *through: str) -> AgentFront:
+        self.fronts.append(AgentFront(orders, through))
         return self.fronts[-1]
 
     def launcher(self, *names: str) -> AgentLauncher:
@@ -108,6 +111,24 @@ def test_processes_run_where_they_were_started_and_end_as_they_do(site: Site) ->
     assert status(sleeping) == -signal.SIGKILL
     with pytest.raises(MissingEnvironmentError, match="no-such-program"):
         site.start(launcher, "n0", "no-such-program")
+
+
+def test_programs_start_in_the_folder_of_the_command(
+    site: Site, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A remote shell begins elsewhere; where there is no such folder, that is said."""
+    hub, there = site.hub(), site.folder / "with blank"
+    there.mkdir()
+    folders = {"n0": there, "n1": site.folder / "missing"}
+    for rank, (name, folder) in enumerate(folders.items()):
+        orders = AgentOrders(name, rank, file=str(site.file), folder=str(folder))
+        site.remote(orders, "env", "-C", "/")
+    assert hub.await_agents(lambda: len(hub.seats) == 2, TIMEOUT)
+    launcher = AgentLauncher(site.job, hub, site.folder / "root", site.file)
+    ends = [status(site.start(launcher, name, "pwd")) for name in folders]
+    found = [(site.folder / f"{name}.log").read_text().strip() for name in folders]
+    assert ends == [0, 0] and found == [str(there), "/"]
+    assert f"the folder {folders['n1']}, where" in capfd.readouterr().err
 
 
 def test_stdin_reaches_a_process_and_is_not_shown(site: Site) -> None:
