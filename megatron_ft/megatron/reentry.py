@@ -64,7 +64,8 @@ def _resilient(run_resilient: RunResilient, original: Function) -> Function:
         with ExitStack() as registered:
 
             def note() -> None:
-                reset = partial(_reset, PackageState("megatron"), _startup_times())
+                packages = [PackageState(name) for name in ("megatron", "transformer_engine")]
+                reset = partial(_reset, packages, _startup_times())
                 registered.callback(on_teardown(reset))
 
             registered.callback(on_entry(note))
@@ -80,14 +81,15 @@ def _startup_times() -> dict[str, Any]:
     return dict(getattr(training, "_STARTUP_TIMESTAMPS", {}))
 
 
-def _reset(before: PackageState, times: dict[str, Any]) -> None:
-    """Leave Megatron's modules as they were ``before``, but without arguments."""
+def _reset(before: list[PackageState], times: dict[str, Any]) -> None:
+    """Leave the modules of packages as they were ``before``, but without arguments."""
     from megatron.training import global_vars, training
 
     if writer := global_vars._GLOBAL_TENSORBOARD_WRITER:
         writer.close()
     training.destroy_global_state()
-    before.restore()
+    for package in before:
+        package.restore()
     # A time that a new process does not have would be reduced by the survivors alone.
     getattr(training, "_STARTUP_TIMESTAMPS", {}).update(times)
     # Their values of the first entry, where arguments were parsed before it.

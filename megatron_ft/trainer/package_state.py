@@ -1,20 +1,29 @@
 """Variables of a package's modules and classes, noted before a training and restored after it.
 
 A framework keeps its groups, models and modes in many of them, and their names change with each
-release.  What a module binds anew is restored.  Content of containers is not: modules register
-themselves there when they are imported, which happens once in a process.  Containers that are
-defaults of parameters are no such registries, and count what functions do: those are restored.
+release.  What a module binds anew is restored, and the content of containers.  What stays is what
+an import registers there, which happens once in a process: classes, functions and modules, in
+variables of modules also all else that is no state of a training.  Containers that are defaults of
+parameters are no registries, and count what functions do: those are restored whole.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from inspect import getattr_static
-from types import FunctionType, ModuleType
+from numbers import Number
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
+
+import torch
+
+_CODE = (type, FunctionType, BuiltinFunctionType, ModuleType)
+_STATE = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, Number, torch.Stream, torch.Event)
+_CONTAINERS = (list, dict, set, deque, tuple)
 
 
 class PackageState:
@@ -24,6 +33,12 @@ class PackageState:
         self._noted = [(owner, dict(_variables(owner))) for owner in _owners(package)]
         values = (value for _, noted in self._noted for value in noted.values())
         self._defaults = [(found, copy.copy(found)) for value in values for found in _kept(value)]
+        self._contents = [
+            (isinstance(owner, type), value, copy.copy(value))
+            for owner, noted in self._noted
+            for value in noted.values()
+            if type(value) in (list, set, deque) or isinstance(value, dict)
+        ]
 
     def restore(self) -> None:
         """Bind them to the same objects again, and forget what functions have cached."""
@@ -37,9 +52,51 @@ class PackageState:
                     if hasattr(function, "cache_clear") and _is_written(function, "cache_clear"):
                         function.cache_clear()
         for default, content in self._defaults:
-            default.clear()
-            add = default.extend if isinstance(default, list) else default.update
-            add(content)
+            _refill(default, content)
+        for of_class, container, content in self._contents:
+            _put_back(container, content, of_class)
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    add = container.extend if isinstance(container, list | deque) else container.update
+    add(content)
+
+
+def _put_back(container: Any, before: Any, of_class: bool) -> None:
+    """Give a container its content of before again, and what an import has registered since."""
+    if _identities(container) == _identities(before):
+        return
+    if isinstance(container, dict):
+        new = {n: v for n, v in container.items() if n not in before and _stays(v, of_class)}
+        _refill(container, {**before, **new})
+        return
+    known = set(map(id, before))
+    stays = [one for one in container if id(one) not in known and _stays(one, of_class)]
+    if len(container) != len(before) + len(stays):
+        _refill(container, [*before, *stays])
+
+
+def _identities(container: Any) -> list[int]:
+    """Its objects, none of which is asked: a mock keeps a record of that, too."""
+    values = container.values() if isinstance(container, dict) else ()
+    return [id(one) for one in (*container, *values)]
+
+
+def _stays(value: Any, of_class: bool) -> bool:
+    """True for what an import has registered, as far as that can be told."""
+    if isinstance(value, _CODE) or (isinstance(value, str) and not of_class):
+        return True
+    return not of_class and not _is_state(value)
+
+
+def _is_state(value: Any) -> bool:
+    """True for what a training makes: tensors, models, groups, numbers, and containers of them."""
+    if isinstance(value, _CONTAINERS):
+        inner = value.values() if isinstance(value, dict) else value
+        return not inner or any(map(_is_state, inner))
+    groups: Any = getattr(torch.distributed, "ProcessGroup", ())
+    return value is None or isinstance(value, _STATE) or isinstance(value, groups)
 
 
 def _is_written(owner: Any, name: str) -> bool:

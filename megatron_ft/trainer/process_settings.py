@@ -32,7 +32,7 @@ from megatron_ft.trainer.interrupt import INTERRUPT_SIGNAL
 Put = Callable[[Any], Any]
 
 
-class Setting(NamedTuple):
+class ProcessSetting(NamedTuple):
     """One setting: ``put`` makes ``get`` give a value again that it gave before."""
 
     name: str
@@ -46,7 +46,7 @@ class Unreadable(NamedTuple):
     kind: str
 
 
-def settings() -> Iterator[Setting]:
+def settings() -> Iterator[ProcessSetting]:
     """All settings of this process, in the order in which they are put back."""
     yield from _of_torch()
     yield from _of_modules()
@@ -54,7 +54,7 @@ def settings() -> Iterator[Setting]:
     yield from _of_system()
 
 
-def read(setting: Setting) -> Any:
+def read(setting: ProcessSetting) -> Any:
     """The present value of a setting; Unreadable where asking for it raises."""
     try:
         return setting.get()
@@ -62,17 +62,17 @@ def read(setting: Setting) -> Any:
         return Unreadable(type(error).__name__)
 
 
-def attribute(owner: Any, name: str) -> Setting:
+def attribute(owner: Any, name: str) -> ProcessSetting:
     """An attribute as a setting."""
     where = f"{getattr(owner, '__name__', owner)}.{name}"
-    return Setting(where, partial(getattr, owner, name), partial(setattr, owner, name))
+    return ProcessSetting(where, partial(getattr, owner, name), partial(setattr, owner, name))
 
 
-def content(name: str, container: list[Any] | dict[Any, Any] | set[Any]) -> Setting:
+def content(name: str, container: list[Any] | dict[Any, Any] | set[Any]) -> ProcessSetting:
     """What a container holds, by identity; the container itself stays."""
     if isinstance(container, dict):
-        return Setting(name, lambda: _Same(container.items()), partial(_refill, container))
-    return Setting(name, lambda: _Same(container), partial(_refill, container))
+        return ProcessSetting(name, lambda: _Same(container.items()), partial(_refill, container))
+    return ProcessSetting(name, lambda: _Same(container), partial(_refill, container))
 
 
 class _Same:
@@ -131,39 +131,41 @@ _PRECISIONS = [
 """Backends and operations with a precision of their own (torch.backends.*.fp32_precision)."""
 
 
-def _of_torch() -> Iterator[Setting]:
+def _of_torch() -> Iterator[ProcessSetting]:
     c: Any = torch._C
     dtypes = ("cpu", "cuda")
-    yield Setting("torch.is_grad_enabled", torch.is_grad_enabled, torch.set_grad_enabled)
-    yield Setting("torch.default_dtype", torch.get_default_dtype, torch.set_default_dtype)
-    yield Setting("torch.default_device", torch.get_default_device, _set_device)
-    yield Setting("torch.deterministic_algorithms", _deterministic, _set_deterministic)
-    yield Setting("torch.autograd.anomaly", _anomaly, _set_anomaly)
-    yield Setting("torch.num_threads", torch.get_num_threads, torch.set_num_threads)
-    yield Setting("torch.flush_denormal", _flushes, torch.set_flush_denormal)
-    yield Setting("torch.inference_mode", torch.is_inference_mode_enabled)
+    yield ProcessSetting("torch.is_grad_enabled", torch.is_grad_enabled, torch.set_grad_enabled)
+    yield ProcessSetting("torch.default_dtype", torch.get_default_dtype, torch.set_default_dtype)
+    yield ProcessSetting("torch.default_device", torch.get_default_device, _set_device)
+    yield ProcessSetting("torch.deterministic_algorithms", _deterministic, _set_deterministic)
+    yield ProcessSetting("torch.autograd.anomaly", _anomaly, _set_anomaly)
+    yield ProcessSetting("torch.num_threads", torch.get_num_threads, torch.set_num_threads)
+    yield ProcessSetting("torch.flush_denormal", _flushes, torch.set_flush_denormal)
+    yield ProcessSetting("torch.inference_mode", torch.is_inference_mode_enabled)
     for kind in dtypes:
         get, put = torch.get_autocast_dtype, torch.set_autocast_dtype
-        yield Setting(f"torch.autocast_dtype({kind})", partial(get, kind), partial(put, kind))
+        yield ProcessSetting(
+            f"torch.autocast_dtype({kind})", partial(get, kind), partial(put, kind)
+        )
         on, switch = torch.is_autocast_enabled, torch.set_autocast_enabled
-        yield Setting(f"torch.autocast({kind})", partial(on, kind), partial(switch, kind))
+        yield ProcessSetting(f"torch.autocast({kind})", partial(on, kind), partial(switch, kind))
     cache = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
-    yield Setting("torch.autocast_cache", *cache)
+    yield ProcessSetting("torch.autocast_cache", *cache)
     for found in dir(c):
         name = found.removeprefix("_get_")
         setter = getattr(c, f"_set_{_SWITCHES.get(name, name.removesuffix('_enabled'))}", None)
         setter = getattr(c, f"_set_{name}", setter)
         if found != name and name not in _ELSEWHERE and setter is not None:
-            yield Setting(f"torch._C.{name}", getattr(c, found), partial(_call, setter))
+            yield ProcessSetting(f"torch._C.{name}", getattr(c, found), partial(_call, setter))
     if precision := getattr(c, "_get_fp32_precision_getter", None):
         # Behind the older switches, which these contain.
         for pair in _PRECISIONS:
             put = partial(c._set_fp32_precision_setter, *pair)
             name = "torch.backends.{}.{}.fp32_precision".format(*pair)
-            yield Setting(name, partial(precision, *pair), put)
+            yield ProcessSetting(name, partial(precision, *pair), put)
     for name in ("dispatch", "function"):
         if length := getattr(c, f"_len_torch_{name}_stack", None):
-            yield Setting(f"torch's {name} modes", length)
+            yield ProcessSetting(f"torch's {name} modes", length)
 
 
 def _call(setter: Callable[..., Any], value: Any) -> None:
@@ -201,7 +203,7 @@ def _flushes() -> bool:
 _CONFIGS = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config")
 
 
-def _of_modules() -> Iterator[Setting]:
+def _of_modules() -> Iterator[ProcessSetting]:
     """Settings in variables of modules that are loaded."""
     module: Any = torch.nn.modules.module
     optimizer: Any = sys.modules[torch.optim.Optimizer.__module__]
@@ -212,23 +214,23 @@ def _of_modules() -> Iterator[Setting]:
     yield attribute(module, "_global_is_full_backward_hook")
     for name in _CONFIGS:
         if (config := sys.modules.get(name)) is not None and hasattr(config, "get_config_copy"):
-            yield Setting(name, config.get_config_copy, config.load_config)
+            yield ProcessSetting(name, config.get_config_copy, config.load_config)
     # Set once: a loader of the next entry would take the handler of SIGCHLD for installed.
     yield attribute(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set")
     torch_mp: Any = torch.multiprocessing
     start = partial(torch_mp.get_start_method, allow_none=True)
-    yield Setting("multiprocessing start method", start, _set_start_method)
+    yield ProcessSetting("multiprocessing start method", start, _set_start_method)
     sharing = torch_mp.get_sharing_strategy, torch_mp.set_sharing_strategy
-    yield Setting("torch.multiprocessing sharing strategy", *sharing)
+    yield ProcessSetting("torch.multiprocessing sharing strategy", *sharing)
     if (numpy := sys.modules.get("numpy")) is not None:
-        yield Setting("numpy.errstate", numpy.geterr, lambda value: numpy.seterr(**value))
+        yield ProcessSetting("numpy.errstate", numpy.geterr, lambda value: numpy.seterr(**value))
 
 
 def _set_start_method(value: str | None) -> None:
     torch.multiprocessing.set_start_method(value, force=True)
 
 
-def _of_python() -> Iterator[Setting]:
+def _of_python() -> Iterator[ProcessSetting]:
     # Each init_process_group puts another hook around the one before.
     for name in ("excepthook", "unraisablehook", "displayhook", "stdin", "stdout", "stderr"):
         yield attribute(sys, name)
@@ -236,22 +238,22 @@ def _of_python() -> Iterator[Setting]:
     yield content("sys.path", sys.path)
     yield content("sys.argv", sys.argv)
     yield content("builtins", vars(builtins))
-    yield Setting("sys.recursionlimit", sys.getrecursionlimit, sys.setrecursionlimit)
-    yield Setting("sys.switchinterval", sys.getswitchinterval, sys.setswitchinterval)
-    yield Setting("sys.settrace", sys.gettrace, sys.settrace)
-    yield Setting("sys.setprofile", sys.getprofile, sys.setprofile)
-    yield Setting("gc.threshold", gc.get_threshold, lambda value: gc.set_threshold(*value))
-    yield Setting("gc.enabled", gc.isenabled, lambda on: gc.enable() if on else gc.disable())
-    yield Setting("gc.debug", gc.get_debug, gc.set_debug)
+    yield ProcessSetting("sys.recursionlimit", sys.getrecursionlimit, sys.setrecursionlimit)
+    yield ProcessSetting("sys.switchinterval", sys.getswitchinterval, sys.setswitchinterval)
+    yield ProcessSetting("sys.settrace", sys.gettrace, sys.settrace)
+    yield ProcessSetting("sys.setprofile", sys.getprofile, sys.setprofile)
+    yield ProcessSetting("gc.threshold", gc.get_threshold, lambda value: gc.set_threshold(*value))
+    yield ProcessSetting("gc.enabled", gc.isenabled, lambda on: gc.enable() if on else gc.disable())
+    yield ProcessSetting("gc.debug", gc.get_debug, gc.set_debug)
     yield content("gc.callbacks", gc.callbacks)
-    yield Setting("warnings.filters", lambda: list(warnings.filters), _set_filters)
+    yield ProcessSetting("warnings.filters", lambda: list(warnings.filters), _set_filters)
     yield attribute(warnings, "showwarning")
     timeout = socket.getdefaulttimeout, socket.setdefaulttimeout
-    yield Setting("socket.defaulttimeout", *timeout)
+    yield ProcessSetting("socket.defaulttimeout", *timeout)
     place = partial(locale.setlocale, locale.LC_ALL)
-    yield Setting("locale", place, place)
+    yield ProcessSetting("locale", place, place)
     yield attribute(logging.root.manager, "disable")
-    yield Setting("logging", _Loggers, _set_loggers)
+    yield ProcessSetting("logging", _Loggers, _set_loggers)
 
 
 def _set_filters(value: list[Any]) -> None:
@@ -311,31 +313,33 @@ _OURS = (DUMP_SIGNAL, INTERRUPT_SIGNAL, signal.SIGKILL, signal.SIGSTOP)
 """Signals whose handlers are ours, or nobody's."""
 
 
-def _of_system() -> Iterator[Setting]:
-    yield Setting("os.environ", os.environ.copy, _set_environment)
-    yield Setting("the working directory", os.getcwd, os.chdir)
-    yield Setting("umask", _umask, os.umask)
+def _of_system() -> Iterator[ProcessSetting]:
+    yield ProcessSetting("os.environ", os.environ.copy, _set_environment)
+    yield ProcessSetting("the working directory", os.getcwd, os.chdir)
+    yield ProcessSetting("umask", _umask, os.umask)
     for number in signal.valid_signals() - {*_OURS}:
         get, put = partial(signal.getsignal, number), partial(signal.signal, number)
-        yield Setting(f"the handler of signal {int(number)}", get, put)
+        yield ProcessSetting(f"the handler of signal {int(number)}", get, put)
     mask = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ())
-    yield Setting("the signal mask", mask, partial(signal.pthread_sigmask, signal.SIG_SETMASK))
+    yield ProcessSetting(
+        "the signal mask", mask, partial(signal.pthread_sigmask, signal.SIG_SETMASK)
+    )
     for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
-        yield Setting(f"timer {timer}", partial(_timer, timer), partial(_stop_timer, timer))
+        yield ProcessSetting(f"timer {timer}", partial(_timer, timer), partial(_stop_timer, timer))
     for name in dir(resource):
         if name.startswith("RLIMIT_"):
             limit = getattr(resource, name)
             limits = partial(resource.getrlimit, limit), partial(resource.setrlimit, limit)
-            yield Setting(name, *limits)
+            yield ProcessSetting(name, *limits)
     nice = partial(os.getpriority, os.PRIO_PROCESS, 0)
-    yield Setting("nice", nice, partial(os.setpriority, os.PRIO_PROCESS, 0))
-    yield Setting("the scheduler", partial(os.sched_getscheduler, 0), _set_scheduler)
+    yield ProcessSetting("nice", nice, partial(os.setpriority, os.PRIO_PROCESS, 0))
+    yield ProcessSetting("the scheduler", partial(os.sched_getscheduler, 0), _set_scheduler)
     affinity = partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0)
-    yield Setting("the processors", *affinity)
+    yield ProcessSetting("the processors", *affinity)
     score = Path("/proc/self/oom_score_adj")
-    yield Setting("oom_score_adj", score.read_text, score.write_text)
-    yield Setting("user and group", lambda: (os.getresuid(), os.getresgid(), os.getgroups()))
-    yield Setting("the session", lambda: (os.getsid(0), os.getpgrp()))
+    yield ProcessSetting("oom_score_adj", score.read_text, score.write_text)
+    yield ProcessSetting("user and group", lambda: (os.getresuid(), os.getresgid(), os.getgroups()))
+    yield ProcessSetting("the session", lambda: (os.getsid(0), os.getpgrp()))
 
 
 def _set_environment(value: dict[str, str]) -> None:

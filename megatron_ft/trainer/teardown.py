@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_ft.core.errors import ProcessChangedError
-from megatron_ft.trainer.process_settings import Setting, read, settings
+from megatron_ft.trainer.process_settings import ProcessSetting, read, settings
 from megatron_ft.trainer.state import RngState
 
 LEAVE_SECONDS = 2.0
@@ -88,7 +88,7 @@ class ProcessState:
             named = ", ".join(left[:MOST_NAMES])
             raise ProcessChangedError(f"training has changed {named}{more} for good")
 
-    def _changed(self) -> list[tuple[Setting, Any]]:
+    def _changed(self) -> list[tuple[ProcessSetting, Any]]:
         """Settings that are not as they were, with the values that they had."""
         known = [one for one in settings() if one.name in self._values]
         noted = ((one, self._values[one.name]) for one in known)

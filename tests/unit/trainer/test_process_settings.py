@@ -20,7 +20,7 @@ from megatron_ft.core.errors import ProcessChangedError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import listen_local
 from megatron_ft.trainer import resilient, teardown
-from megatron_ft.trainer.process_settings import Setting
+from megatron_ft.trainer.process_settings import ProcessSetting
 from megatron_ft.trainer.resilient import RestartClient
 from megatron_ft.trainer.teardown import ProcessState
 from tests.programs.changed_process import CASES, FOR_GOOD
@@ -52,7 +52,7 @@ def test_a_setting_that_cannot_be_read_costs_nothing(monkeypatch: pytest.MonkeyP
     def unreadable() -> None:
         raise RuntimeError("mix of the legacy and new APIs")
 
-    monkeypatch.setattr(teardown, "settings", lambda: [Setting("torch.mixed", unreadable)])
+    monkeypatch.setattr(teardown, "settings", lambda: [ProcessSetting("torch.mixed", unreadable)])
     ProcessState().restore()
 
 
@@ -65,7 +65,7 @@ def test_only_what_stays_different_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         if name == "good":
             values[name] = value
 
-    table = [Setting(name, partial(values.get, name), partial(put, name)) for name in values]
+    table = [ProcessSetting(name, partial(values.get, name), partial(put, name)) for name in values]
     monkeypatch.setattr(teardown, "settings", lambda: table)
     state = ProcessState()
     values.update(dict.fromkeys(values, 2))

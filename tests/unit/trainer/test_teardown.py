@@ -21,8 +21,13 @@ SOURCE = """
 TRAINING = None
 REGISTERED = []
 
+GROUPS = {}
+
 class Numbered:
     last = 0
+    tracker = {}
+    records = []
+    known = {"kept": 1}
 
 def number(counted=[0], *, seen={}):
     counted[0] += 1
@@ -68,6 +73,21 @@ def test_registries_and_what_a_script_has_replaced_before_stay(framework: Any) -
     framework.REGISTERED.append("imported")
     before.restore()
     assert framework.number() == "replaced" and framework.REGISTERED == ["imported"]
+
+
+def test_containers_forget_the_state_of_a_training(framework: Any) -> None:
+    """Megatron sums the losses of its MTP layers in a dict of a class."""
+    numbered = framework.Numbered
+    before = PackageState(framework.__name__)
+    numbered.tracker["values"] = torch.zeros(1)
+    numbered.records.append((torch.nn.Linear(1, 1), "forward"))
+    numbered.known.update(kept=2, new=3)
+    framework.GROUPS.update({2: [torch.zeros(1)], "entry": object(), "name": "value"})
+    numbered.tracker["class"] = framework.GROUPS["class"] = dict
+    before.restore()
+    assert (numbered.records, numbered.known) == ([], {"kept": 1})
+    assert numbered.tracker == {"class": dict}
+    assert framework.GROUPS.keys() == {"entry", "name", "class"}
 
 
 def test_caches_are_emptied_and_mocks_of_absent_packages_do_not_grow(framework: Any) -> None:
