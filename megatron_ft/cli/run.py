@@ -304,16 +304,19 @@ def _supervise(
             # SMPs that were started, or taken over, continue keeping what they have.
             if state.record.smps:
                 say(place.hint)
+            else:
+                place.clean()
             raise
         for line in end.lines():
             say(line)
-        if not state.record.committed and ended is not End.UNKNOWN:
+        untold = ended is not End.UNKNOWN and not state.record.committed
+        if untold and (code == 0 or end.trained):
             say(end.unprotected())
-        elif code:
+        elif state.record.committed and code:
             say(place.hint)
         if ended is End.FINISHED:
             state.remove()
-        if ended is not None and ended.frees:
+        if (ended is not None and ended.frees) or not state.record.smps:
             place.clean()
     return code
 

@@ -85,16 +85,19 @@ def make_folder(flag: str, folder: Path | None) -> None:
 
 
 class RunSummary:
-    """An observer that remembers what the last lines of a run are about: files, and protection."""
+    """An observer that remembers what the last lines of a run are about: files, and protection.
+
+    ``trained`` says that all ranks have registered once.
+    """
 
     def __init__(self) -> None:
         self._places: dict[str, str] = {}
-        self._registered = False
+        self.trained = False
 
     def __call__(self, event: JobEvent) -> None:
         """Record an event."""
         if event.kind == "training":
-            self._registered = True
+            self.trained = True
         elif event.kind == "drained":
             fields = event.fields
             self._places["on disk"] = f"iteration {fields['iteration']}: {fields['folder']}"
@@ -108,7 +111,7 @@ class RunSummary:
     def unprotected(self) -> str:
         """A warning for a job that ends without ever having committed a snapshot."""
         why = "no snapshot was committed"
-        if not self._registered:
+        if not self.trained:
             why = f"no rank asked for snapshots: does the command have {SWITCH}, or its JSON file "
             why += f"{SECTION!r}?"
         return f"megatron-ft: warning: nothing was protected; {why}"

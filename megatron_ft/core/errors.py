@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -24,15 +26,24 @@ def explain(error: BaseException) -> str:
 
 
 class MegatronFTError(Exception):
-    """Root of all errors that this package raises on purpose."""
+    """Root of all errors that this package raises on purpose.
+
+    ``lasting`` says that the same command would meet it again: a job is not started again then.
+    """
+
+    lasting: ClassVar[bool] = False
 
 
 class ConfigError(MegatronFTError, ValueError):
     """A setting is unknown, has the wrong type, or contradicts another one."""
 
+    lasting = True
+
 
 class UsageError(MegatronFTError, ValueError):
     """A call of the public interface that cannot be right; says which call is."""
+
+    lasting = True
 
 
 class ProcessChangedError(MegatronFTError):
@@ -45,6 +56,8 @@ class ProtectionError(ConfigError):
 
 class UnsupportedVersionError(MegatronFTError):
     """A framework's release lacks what we hook into; the message names the versions that work."""
+
+    lasting = True
 
 
 class MissingEnvironmentError(MegatronFTError):
@@ -102,6 +115,8 @@ class ArenaCorruptError(ArenaError):
 class LayoutMismatchError(MegatronFTError):
     """The shard that a trainer brings differs from the one that the arena holds."""
 
+    lasting = True
+
 
 class StateMismatchError(LayoutMismatchError):
     """The same, in what no parallel layout changes: dtypes, optimizers, state of some class."""
@@ -109,6 +124,8 @@ class StateMismatchError(LayoutMismatchError):
 
 class UnencodableError(MegatronFTError, TypeError):
     """A small object of the state cannot be stored; the message names its place and what to do."""
+
+    lasting = True
 
 
 class UndecodableError(LayoutMismatchError):

@@ -45,6 +45,9 @@ AHEAD = "megatron_ft.megatron.ahead"
 """For commands with the flag of Megatron's integration."""
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/infiniband")
 
+NO_FILE = 2
+"""Python's own exit code where it cannot open its script."""
+
 IMPORTS = "imports.json"
 """File beside the socket: modules that a trainer of this node had imported once it trained."""
 LOOK_SECONDS = 1.0
@@ -457,9 +460,16 @@ def run_script(path: str) -> None:
     main_module = ModuleType("__main__")
     vars(main_module).update(__file__=name, __loader__=loader, __builtins__=__builtins__)
     sys.modules["__main__"] = main_module
-    with open(path, "rb") as file:
-        code = compile(file.read(), name, "exec", dont_inherit=True)
-    exec(code, vars(main_module))
+    try:
+        with open(path, "rb") as file:
+            source = file.read()
+    except OSError as error:
+        print(f"{sys.executable}: can't open file {name!r}: {error}", file=sys.stderr)
+        sys.exit(NO_FILE)
+    exec(compile(source, name, "exec", dont_inherit=True), vars(main_module))
+
+
+# , vars(main_module))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_ft.core.errors import RestartBudgetError
+from megatron_ft.core.startup import UNAVAILABLE
 
 _DOUBLINGS_LIMIT = 30
 
 RERUN_CODES = (16, 17)
 """Exit codes of Megatron's rerun machine for a doubtful result; the snapshot is not at fault."""
+
+NEVER_STARTED = (2, 126, 127, UNAVAILABLE)
+"""Exit codes of a command that could not be started: of Python without its script or after wrong
+flags (argparse), of a shell without the program, and of a script that cannot be imported."""
 
 NODE_LOST = "a node was lost"
 """The cause of failures that a node's loss has led to."""

@@ -15,6 +15,7 @@ from megatron_ft.core.environment import RESTORE
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.identity import SHRINK
 from megatron_ft.core.process_tools import last_lines
+from megatron_ft.core.startup import REFUSED
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.coordinator import Coordinator
@@ -22,7 +23,7 @@ from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.drains import Drains
 from megatron_ft.supervisor.encoder_world import WorldKeeper
 from megatron_ft.supervisor.evacuation import Evacuations
-from megatron_ft.supervisor.failures import NODE_LOST, RERUN_CODES, Failure
+from megatron_ft.supervisor.failures import NEVER_STARTED, NODE_LOST, RERUN_CODES, Failure
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.orders import create_requests, stripe_orders
@@ -302,8 +303,17 @@ class Incarnation:
         if status in RERUN_CODES:
             why = f"{text}, as Megatron does to be resumed from its checkpoint (--rerun-mode)"
             return Failure(why, f"a trainer {how}")
+        if self._meets_again(status):
+            return Failure(text, f"a trainer {how}", training=True, final=True)
         outside = -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
         return Failure(text, f"a trainer {how}", node, training=not outside)
+
+    def _meets_again(self, status: int) -> bool:
+        """True if another start would end alike: no node, and nothing of the job, is the cause."""
+        if status == REFUSED:
+            return True
+        never = not (self.state.record.shards or self.registration.hellos)
+        return status in NEVER_STARTED and never
 
     def _on_restartable(self, event: m.NodeEvent) -> None:
         if isinstance(event.body, m.Restartable):

@@ -178,7 +178,7 @@ class Supervisor:
         saved = await self._quarantine.newest_saved()
         self._budget = replace(self._budget, highest_saved=saved)
         status = asyncio.create_task(self._write_status())
-        retired = False
+        end: End | None = None
         try:
             while (failure := await self._run_incarnation()) is not None:
                 if self.evacuations.stopping:
@@ -187,7 +187,6 @@ class Supervisor:
                 await self.drains.abandon()
                 await self._after(failure)
             end = await self._ended_well()
-            retired = end.frees
             return end
         except RestartBudgetError:
             await self._emergency.without_trainers()
@@ -199,6 +198,9 @@ class Supervisor:
             self.world.stop()
             await self.trainers.kill_all()
             self.trainers.end_hosts()
+            retired = end is not None and end.frees
+            if not (retired or end is End.UNKNOWN or self.state.record.committed):
+                await self._leave_nothing()
             await self._put_status(STATUS_SECONDS, ended=True)
             await self.coordinator.close(release=not retired)
 
@@ -350,7 +352,7 @@ class Supervisor:
         self._pacing.failed()
         if failure.training and (quiet := await self.coordinator.quiet_nodes()):
             failure = Failure(failure.text, NODE_LOST, quiet[0])
-        if failure.training and await self._quarantine.training_failed():
+        if failure.training and not failure.final and await self._quarantine.training_failed():
             self._budget = self._budget.from_other_start()
         committed = self.coordinator.committed
         iteration = -1 if committed is None else committed[1]
@@ -433,6 +435,16 @@ class Supervisor:
                 "not_freed", f"memory may be left behind, `megatron-ft clean` frees it: {error}"
             )
         self.observers.emit("finished", text)
+
+    async def _leave_nothing(self) -> None:
+        """End the SMPs of a job that has never committed a snapshot: nothing can resume from them.
+
+        They refuse it where another supervisor leads the job by now.
+        """
+        request = m.Retire(self.coordinator.incarnation, remove_arenas=True)
+        with suppress(MegatronFTError):
+            await self.coordinator.ask_all({node: request for node in self.coordinator.links})
+            self.state.update(smps={})
 
     def _note_commit(self, event: JobEvent) -> None:
         """Note the first commit; a start from nothing loses work then, so it must be asked for.

@@ -265,10 +265,11 @@ class SnapshotManager:
         self._pending.require_answered()
         if isinstance(state, Mapping):
             self._warn_of_clients()
-        adapted = self._adapt(state)
-        arena, layout, form = self._registered or self._register(adapted)
-        self._registered = None
-        copier = self._copier or choose_copier(adapted)
+        with self._pending.reporting():
+            adapted = self._adapt(state)
+            arena, layout, form = self._registered or self._register(adapted)
+            self._registered = None
+            copier = self._copier or choose_copier(adapted)
         self._capture.open(Path(arena.arena), self.shard_id, layout, copier, form)
         self._fences.open()
         self.watch.training()

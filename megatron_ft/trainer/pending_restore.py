@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.core import private_files
-from megatron_ft.core.errors import CorruptBlockError, LayoutMismatchError, UsageError
+from megatron_ft.core.errors import CorruptBlockError, MegatronFTError, UsageError
 from megatron_ft.core.shard import ShardLayout, pack_meta
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.client import ReshapeOffer, RestoreOffer, TrainerClient
@@ -49,7 +49,7 @@ class PendingRestore:
         offer = self.get()
         if not isinstance(offer, RestoreOffer):
             return {}
-        with self._reporting(), Arena.open(offer.arena_path) as arena:
+        with self.reporting(), Arena.open(offer.arena_path) as arena:
             return read_objects(self._shard(arena, offer))
 
     def decline(self, reason: str, iteration: int) -> None:
@@ -66,7 +66,7 @@ class PendingRestore:
 
     def expect_reshape(self, into: TrainingState) -> None:
         """LayoutMismatchError if the state cannot take a snapshot of another layout."""
-        with self._reporting():
+        with self.reporting():
             require_reshapes(into).expect_reshape()
 
     def give_layout(self, layout: ShardLayout, form: bytes) -> Path:
@@ -84,7 +84,7 @@ class PendingRestore:
 
     def load(self, offer: RestoreOffer, into: TrainingState) -> None:
         """Restore in place, every block verified before it; errors as of SnapshotManager.load."""
-        with self._reporting():
+        with self.reporting():
             arena = Arena.open(offer.arena_path)
             try:
                 # The call alone holds the shard, whose memory is unmapped beside what follows.
@@ -122,7 +122,7 @@ class PendingRestore:
     def require_answered(self) -> None:
         """UsageError if the offer was neither loaded nor declined: training began without it."""
         if (offer := self.get()) is not None and self.restored is None:
-            with self._reporting():
+            with self.reporting():
                 raise UsageError(
                     f"the job offers {self._shard_id} the snapshot of iteration {offer.iteration}, "
                     "and the script saves without it: it would train again from the beginning. "
@@ -133,16 +133,20 @@ class PendingRestore:
     def check(self, layout: ShardLayout) -> None:
         """LayoutMismatchError unless what was restored fits what is captured from now on."""
         if self.restored is not None:
-            with self._reporting():
+            with self.reporting():
                 require_same_layout(self.restored, layout)
 
     @contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Reports to the job what keeps this shard from its snapshot, before it ends this rank."""
+    def reporting(self) -> Iterator[None]:
+        """Reports to the job why this shard cannot be restored or captured, before that ends the
+        rank: errors that another start would meet again, and wrong bytes.
+        """
         try:
             yield
-        except (LayoutMismatchError, UsageError, CorruptBlockError) as error:
-            if not isinstance(error, CorruptBlockError):
+        except MegatronFTError as error:
+            if not (error.lasting or isinstance(error, CorruptBlockError)):
+                raise
+            if error.lasting:
                 self._client.send(m.Unfit(self._shard_id, type(error).__name__, str(error)))
             # Closing sends what is queued; the process is about to end.
             self._client.close()

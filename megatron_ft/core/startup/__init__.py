@@ -16,6 +16,12 @@ LOOP = "megatron.training.training"
 DEEPSPEED = "deepspeed"
 """The whole package: what its engine's module needs is complete only after all of it."""
 
+REFUSED = 78
+"""Exit code of a trainer after an error that says ``lasting``; EX_CONFIG of sysexits.h."""
+
+UNAVAILABLE = 69
+"""Exit code of a trainer whose script or a module of it cannot be imported; EX_UNAVAILABLE."""
+
 AFTER_IMPORT = "MEGATRON_FT_AFTER_IMPORT"
 """The environment variable with the hooks: ``watched=module:function``, separated by commas."""
 

@@ -15,11 +15,14 @@ TYPE_CHECKING = False  # importing typing would cost more than all the rest here
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
-    from types import ModuleType
+    from types import ModuleType, TracebackType
     from typing import Any
 
 AFTER_IMPORT = "MEGATRON_FT_AFTER_IMPORT"
 """megatron_ft.core.startup.AFTER_IMPORT, which cannot be imported as cheaply."""
+
+REFUSED, UNAVAILABLE = 78, 69
+"""Those of megatron_ft.core.startup, which says what they mean."""
 
 HOST = "MEGATRON_FT_HOST_ROOM"
 """Variable of trainer hosts alone: the trainers that they fork run all this, they do not."""
@@ -134,6 +137,58 @@ def watch(hooks: str) -> None:
         after_import(watched, lambda w=watched, h=hook: call_hook(w, h))  # type: ignore[misc]
 
 
+def end_with_codes() -> None:
+    """Have this process end with a code of its own after an error that another start meets again.
+
+    torch's hook around this one keeps what is printed until this returns, which it does not.
+    """
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        code = code_of(error)
+        stderr = sys.stderr
+        if code:
+            sys.stderr = sys.__stderr__ or stderr
+        try:
+            before(kind, error, trace)
+        finally:
+            sys.stderr = stderr
+        if code:
+            raise SystemExit(code)
+
+    sys.excepthook = hook
+    after_import("runpy", name_missing_modules)
+
+
+def code_of(error: BaseException) -> int:
+    """REFUSED, UNAVAILABLE, or 0 where another start may end otherwise.
+
+    torchrun ends with that of the rank that failed first.
+    """
+    if type(error).__name__ == "ChildFailedError" and hasattr(error, "get_first_failure"):
+        code: int = error.get_first_failure()[1].exitcode
+        return code if code in (REFUSED, UNAVAILABLE) else 0
+    if getattr(error, "lasting", False):
+        return REFUSED
+    return UNAVAILABLE if isinstance(error, (ImportError, SyntaxError)) else 0
+
+
+def name_missing_modules() -> None:
+    """Have ``python -m`` end with UNAVAILABLE where there is no such module."""
+    runpy: Any = sys.modules["runpy"]
+    find = runpy._get_module_details
+
+    def found(name: str, error: type[Exception] = ImportError) -> Any:
+        try:
+            return find(name, error)
+        except runpy._Error as missing:
+            print(f"{sys.executable}: {missing}", file=sys.stderr)
+            raise SystemExit(UNAVAILABLE) from None
+
+    runpy._get_module_details = found
+
+
 if __name__ == "sitecustomize" and HOST not in os.environ:  # not where its parts are imported
+    end_with_codes()
     watch(os.environ.get(AFTER_IMPORT, ""))
     run_hidden(os.path.dirname(os.path.abspath(__file__)))
