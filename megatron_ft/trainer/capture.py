@@ -338,7 +338,7 @@ class Capture:
         changed = run.look(last=True)
         if not changed and run.witness is None and not run.stop_reason:
             changed = [s.pieces[0].entry.name for s in run.samples if not s.is_live()]
-            self._idle_changes_nothing |= not changed and not engine.binding.hurries_all
+            self._idle_changes_nothing |= bool(run.samples) and not changed
         if run.witness is None:
             run.forget()
         if not changed:

@@ -95,6 +95,11 @@ class Trial:
         if self.run.moved.is_set():
             self.ended.waited.append(self._iteration)
 
+    def skip(self) -> None:
+        """End an iteration of which nothing is captured."""
+        self._iteration += 1
+        assert self.manager.save(self._iteration, self.state).skipped
+
     @property
     def run(self) -> Any:
         return self.manager._capture._run

@@ -14,6 +14,7 @@ ORACLE = "tests/unit/trainer/test_capture_oracle.py"
 MODEL = "tests/protocol/test_protocol_model.py::test_no_interleaving_loses_a_snapshot[xor:3]"
 
 
+TORN = "tests/unit/trainer/test_torn.py"
 RESHAPE = "tests/protocol/test_reshape_explored.py"
 
 
@@ -38,7 +39,7 @@ BUGS = (
         "the fence lets the optimizer step at once",
         (
             Edit(
-                "        arrived = run.wait_moved(self._timeout_seconds)\n",
+                "        arrived = wait(self._timeout_seconds)\n",
                 "        arrived = True\n",
             ),
         ),
@@ -307,5 +308,48 @@ BUGS = (
         "a reshape that ends after each of its steps",
         RESHAPE,
         "without n[01] nothing is served",
+    ),
+    Bug(
+        "14 captured tensors change outside of a fence",
+        "neither version counters nor the sample are compared",
+        (
+            Edit(
+                "        return list(map(_VERSION, tensors))\n",
+                "        return [0 for _ in tensors]\n",
+            ),
+            Edit(
+                "[name for sample in run.samples for name in sample.miscaptured(region)]",
+                "list[str]()",
+            ),
+        ),
+        "copies at the last moment",
+        f"{TORN}::test_what_forward_changes_is_captured_at_the_boundary[counted-0]",
+        r"\['model/teacher'\] of iteration 1 were sealed torn",
+    ),
+    Bug(
+        "14 captured tensors change outside of a fence",
+        "the sample is not compared",
+        (
+            Edit(
+                "[name for sample in run.samples for name in sample.miscaptured(region)]",
+                "list[str]()",
+            ),
+        ),
+        "copies at the last moment",
+        f"{TORN}::test_what_forward_changes_is_captured_at_the_boundary[by_numpy-9]",
+        r"\['model/teacher'\] of iteration 1 were sealed torn",
+    ),
+    Bug(
+        "14 captured tensors change outside of a fence",
+        "a fence counts for all boundaries behind it",
+        (
+            Edit(
+                "fenced, self._fenced = self._fenced, False",
+                "fenced = self._any_fence",
+            ),
+        ),
+        "copies at the last moment",
+        f"{TORN}::test_behind_an_iteration_without_a_fence_a_copy_waits",
+        "the copy runs on behind an iteration without a fence",
     ),
 )

@@ -269,6 +269,24 @@ def test_a_fence_holds_for_one_boundary_alone(smp: FakeSmp) -> None:
     assert ended.waited == [4, 5, 6, 7]
 
 
+def test_behind_an_iteration_without_a_fence_a_copy_waits(smp: FakeSmp) -> None:
+    """Nothing is known of that iteration: no snapshot was copied in it."""
+    weights = parameter()
+    trial = Trial(smp, {"weights": weights.data})
+    trial.save()
+    with trial.manager.fence():
+        weights.data.add_(1.0)
+    trial.settle()
+    trial.skip()
+    weights.data.add_(1.0)
+    trial.save()
+    weights.data.add_(1.0)
+    trial.settle()
+    assert trial.ended.waited == [3], "the copy runs on behind an iteration without a fence"
+    assert trial.ended.sealed == [1, 3]
+    trial.manager.close()
+
+
 @pytest.mark.parametrize("skipped", [2, 1000])
 def test_iterations_without_a_step_cost_no_snapshot_and_no_time(
     smp: FakeSmp, skipped: int, caplog: pytest.LogCaptureFixture
