@@ -66,7 +66,7 @@ def supervised(
     job = f"benchmark-{uuid.uuid4().hex[:8]}"
     flags = ["--job", job, "--nodes", str(ranks), "--spares", str(spares), "--protect", protect]
     flags += ["--state-dir", str(folder / "state"), "--arena-dir", str(folder / "arenas")]
-    flags += ["--from-scratch", *more_flags]
+    flags += ["--from-scratch", "--free-on-exit", *more_flags]
     command = [sys.executable, "-m", "megatron_ft.cli.main", "run", *flags, "--", *program]
     ours = {"MEGATRON_FT_SNAPSHOT_INTERVAL": str(interval), **variables}
     environment = {**_environment(), **ours}

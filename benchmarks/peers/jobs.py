@@ -131,6 +131,7 @@ def _supervised(protect: str, program: list[str], folder: Path, log: Path, every
     command = [sys.executable, "-m", "megatron_ft.cli.main", "run"]
     command += ["--job", f"peers-{uuid.uuid4().hex[:8]}", "--nodes", str(RANKS)]
     command += ["--protect", protect, "--from-scratch", "--quarantine-iterations", "0"]
+    command += ["--free-on-exit"]
     command += ["--state-dir", str(folder / "state"), "--arena-dir", str(folder / "arenas")]
     environment = {**_environment(), "MEGATRON_FT_SNAPSHOT_INTERVAL": str(every)}
     _one([*command, "--log-dir", str(folder / "logs"), "--", *program], environment, log)

@@ -48,6 +48,7 @@ from megatron_ft.core.errors import (
     ConfigError,
     MegatronFTError,
     RestartBudgetError,
+    SchedulerAwayError,
     UnrecoverableError,
 )
 from megatron_ft.core.identity import MAY_SHRINK
@@ -67,6 +68,7 @@ from megatron_ft.supervisor.supervisor import (
     EXIT_DRAINED,
     EXIT_INTERRUPTED,
     EXIT_NOT_DRAINED,
+    EXIT_SCHEDULER,
     Stop,
     Supervisor,
 )
@@ -80,6 +82,7 @@ EXIT_CODES: Mapping[int, str] = {
     "(--drain-stop-seconds)",
     EXIT_CONTINUE: "training stopped itself before its planned end: run the same command to "
     "continue",
+    EXIT_SCHEDULER: "stopped: the scheduler was away for too long; run the same command again",
     EXIT_INTERRUPTED: "interrupted, or stopped by SIGTERM without --drain-dir",
 }
 
@@ -250,7 +253,13 @@ def main(arguments: argparse.Namespace) -> int:
     say(f"megatron-ft: job {arguments.job}")
     notes = state_folder(arguments.job, arguments.state_dir)
     meeting = run_place.meeting_folder(arguments)
-    place = run_place.place_of(arguments, settings.arena_dir, notes, meeting, settings.on_no_spare)
+    try:
+        place = run_place.place_of(
+            arguments, settings.arena_dir, notes, meeting, settings.on_no_spare
+        )
+    except SchedulerAwayError as error:
+        say(f"megatron-ft: stopped: {error}")
+        return EXIT_SCHEDULER
     if arguments.launcher == run_place.SLURM and not no_kill():
         say(
             "megatron-ft: warning: --no-kill is not seen: without it Slurm kills the whole job, "
@@ -381,7 +390,12 @@ def spec_from(
 
 
 STOPPED = "stopped"
-_STOPPED = {UnrecoverableError: 10, NoSpareError: 11, RestartBudgetError: 12}
+_STOPPED: Mapping[type[MegatronFTError], int] = {
+    UnrecoverableError: 10,
+    NoSpareError: 11,
+    RestartBudgetError: 12,
+    SchedulerAwayError: EXIT_SCHEDULER,
+}
 
 
 async def _run(supervisor: Supervisor) -> tuple[int, End | None]:
@@ -395,14 +409,14 @@ async def _run(supervisor: Supervisor) -> tuple[int, End | None]:
         ended = await task
         if ended is not End.EARLY:
             return 0, ended
-        code, text = EXIT_CONTINUE, supervisor.end_text
+        code, text = EXIT_CONTINUE, supervisor.ending.text
     except asyncio.CancelledError:
         code, text = stop.code, f"{EXIT_CODES[stop.code]}; trainers are stopped"
-    except (UnrecoverableError, NoSpareError, RestartBudgetError) as error:
-        code, text = _STOPPED[type(error)], f"megatron-ft: stopped: {error}"
     except MegatronFTError as error:
-        supervisor.observers.emit(STOPPED, str(error), code=2)
-        raise
+        if type(error) not in _STOPPED:
+            supervisor.observers.emit(STOPPED, str(error), code=2)
+            raise
+        code, text = _STOPPED[type(error)], f"megatron-ft: stopped: {error}"
     say(text)
     supervisor.observers.emit(STOPPED, text, code=code)
     return code, ended

@@ -152,6 +152,10 @@ class ControlPlaneError(MegatronFTError):
         self.node = node
 
 
+class SchedulerAwayError(ControlPlaneError):
+    """The cluster's scheduler does not answer, or does not start what it should."""
+
+
 class RegistrationError(ControlPlaneError):
     """Ranks did not register in time; ``none`` says that not a single one did."""
 

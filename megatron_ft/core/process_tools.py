@@ -49,7 +49,10 @@ def _bound(address: str, port: int) -> int | None:
 _TAIL_BYTES = 1 << 16
 """Most bytes read of a log: one may have gigabytes, and its reader also renews leases."""
 
-_NO_REASON = ("srun: error: ", "srun: launch/slurm: ", "-----")
+_NO_REASON = (
+    *("srun: error: ", "srun: launch/slurm: ", "-----"),
+    *("Process name:", "Exit code:", "mpirun detected", "prterun detected"),
+)
 """Prefixes of lines that srun and mpirun add to a log: they do not say why a process ended."""
 
 
@@ -80,7 +83,7 @@ def last_word(path: Path, since: int = 0) -> str:
         return last_lines(path)
     if since and not lines:
         return f"it wrote nothing to {path}"
-    own = [line for line in lines if line and not line.startswith(_NO_REASON)]
+    own = [line for line in lines if line and not line.lstrip().startswith(_NO_REASON)]
     return (own or lines or [""])[-1]
 
 

@@ -28,7 +28,7 @@ class Urgency:
         """
         present = set()
         if spares_gone:
-            present.add("a node is lost and no spare is left: the next loss stops the job")
+            present.add("no spare is left: the next loss of a node stops the job")
         late = self.margin + SAFETY_FACTOR * slowest
         if self.ends_at is not None and not slowest:
             present.add("the job's time is limited, and the first drain shows how long one takes")

@@ -50,6 +50,7 @@ KINDS: Mapping[str, str] = {
     "hang": "training makes no progress",
     "straggler": "a rank is slower than its peers, which wait for it",
     "watch_failed": "hangs may be missed",
+    "scheduler_away": "the scheduler did not start a process: it is tried again",
     "silent": "a node does not answer",
     "node_lost": "a node is lost",
     "interrupted": "an incarnation was interrupted by an error of its control plane",

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_ft.core.environment import RESTORE
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.identity import SHRINK
-from megatron_ft.core.process_tools import last_lines
+from megatron_ft.core.process_tools import last_lines, last_word
 from megatron_ft.core.startup import REFUSED
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.rpc import messages as m
@@ -300,6 +300,10 @@ class Incarnation:
             self._emit("log", f"end of {path}:\n{last_lines(path)}")
         if not self.launcher.reachable(node):
             return Failure(text, NODE_LOST, node)
+        path = self.trainers.log_of(rank)
+        said = last_word(path, self.trainers.log_starts.get(path, 0)) if status > 0 else ""
+        if self.launcher.is_away(said):
+            return Failure(f"{text}: {said}", "the scheduler did not start a trainer")
         if status in RERUN_CODES:
             why = f"{text}, as Megatron does to be resumed from its checkpoint (--rerun-mode)"
             return Failure(why, f"a trainer {how}")

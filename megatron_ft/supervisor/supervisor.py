@@ -22,9 +22,11 @@ from megatron_ft.core.errors import (
     ConfigError,
     ControlPlaneError,
     MegatronFTError,
+    MissingEnvironmentError,
     NoRoomError,
     RegistrationError,
     RestartBudgetError,
+    SchedulerAwayError,
     StaleIncarnationError,
     UntrustedFileError,
 )
@@ -34,7 +36,6 @@ from megatron_ft.core.process_tools import in_thread
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.launchers.returning import ReturningHosts
 from megatron_ft.launchers.slurm.allocation import ReplacementHosts
-from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.disk_restore import DiskRestores, LoadError
@@ -42,7 +43,7 @@ from megatron_ft.supervisor.drains import Drains, noted_places
 from megatron_ft.supervisor.elastic import more_nodes, nodes_without, shrink
 from megatron_ft.supervisor.emergency_drain import EmergencyDrain
 from megatron_ft.supervisor.encoder_world import EncoderWorld, WorldKeeper
-from megatron_ft.supervisor.ends import HOW_TO_FREE, End, SaidEnds, describe, judge
+from megatron_ft.supervisor.ends import End, JobEnding
 from megatron_ft.supervisor.evacuation import Evacuations
 from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.evidence import FOLDER, EvidenceKeeper
@@ -65,8 +66,8 @@ HOST_POLL_SECONDS = 1.0
 STATUS_SECONDS = 2.0
 """Interval at which the job's summary is written to its state folder."""
 LONGEST_WRITE_SECONDS = 600.0
-KEEP_MINUTES = 10.0
-"""How long memory is kept where it could not be drained, and the job's settings say 0."""
+SCHEDULER_SECONDS = 900.0
+"""How long a scheduler that starts nothing is tried again, before the job ends to be requeued."""
 
 
 class Supervisor:
@@ -149,13 +150,12 @@ class Supervisor:
         self._evidence = EvidenceKeeper(
             state.folder / FOLDER, str(state.record.job), launcher, self.coordinator, self.trainers
         )
-        self.end_text = ""
-        """Why training was ended early, and what is left of it, once ``run`` has returned."""
-        self._said = SaidEnds()
-        self.coordinator.listeners.append(self._said)
+        self.ending = JobEnding(
+            spec, state, self.coordinator, self.members, self.drains, self._emergency
+        )
         self.observers.add(self._note_commit)
         self._reached, self._budget = -1, spec.budget
-        self._ended = 0.0
+        self._ended = self._away_since = 0.0
 
     async def run(self) -> End:
         """Return when the training command has ended well on every rank, and how it has.
@@ -170,7 +170,8 @@ class Supervisor:
         await self._number_above_restore_from()
         if self.spec.scheme.parity_members:
             starter = self.world.encoders.starter
-            await asyncio.to_thread(starter.check, self.spec.nodes)
+            while (problem := await asyncio.to_thread(self._check_encoders)) is not None:
+                await self._await_scheduler(problem)
             if starter.over_tcp:
                 self.observers.emit("transport", starter.describe())
         if self.spec.warm_start and (why := self.trainers.why_cold):
@@ -186,7 +187,11 @@ class Supervisor:
                     await asyncio.get_running_loop().create_future()
                 await self.drains.abandon()
                 await self._after(failure)
-            end = await self._ended_well()
+            judged = self.ending.judge()
+            if judged is not End.FINISHED and self.evacuations.stopping:
+                # Trainers got the same SIGTERM, see above.
+                await asyncio.get_running_loop().create_future()
+            end = await self.ending.carry_out(judged)
             return end
         except RestartBudgetError:
             await self._emergency.without_trainers()
@@ -200,9 +205,31 @@ class Supervisor:
             self.trainers.end_hosts()
             retired = end is not None and end.frees
             if not (retired or end is End.UNKNOWN or self.state.record.committed):
-                await self._leave_nothing()
+                await self.ending.leave_nothing()
             await self._put_status(STATUS_SECONDS, ended=True)
             await self.coordinator.close(release=not retired)
+
+    def _check_encoders(self) -> str | None:
+        """Try an encoder world; the problem if the scheduler does not start one now."""
+        try:
+            self.world.encoders.starter.check(self.spec.nodes)
+        except MissingEnvironmentError as error:
+            if not self._launcher.is_away(str(error)):
+                raise
+            return str(error)
+        return None
+
+    async def _await_scheduler(self, problem: str) -> None:
+        """Wait before the next try, longer each time; SchedulerAwayError once it is too long."""
+        now = time.monotonic()
+        self._away_since = self._away_since or now
+        away = now - self._away_since
+        if away > SCHEDULER_SECONDS:
+            raise SchedulerAwayError(f"the scheduler starts nothing for {away:.0f} s: {problem}")
+        pause = min(max(1.0, away), 30.0)
+        text = f"the scheduler did not start it ({problem}); tried again in {pause:.0f} s"
+        self.observers.emit("scheduler_away", text, seconds=pause)
+        await asyncio.sleep(pause)
 
     async def _write_status(self) -> None:
         """Keep the summary in the state folder.  A disk that hangs or is full costs only that."""
@@ -223,7 +250,7 @@ class Supervisor:
 
     async def _run_incarnation(self) -> Failure | None:
         """One incarnation; None when all ranks have exited with 0."""
-        self._said.begin_incarnation()
+        self.ending.begin_incarnation()
         try:
             return await self._recover_and_train()
         except NoSpareError as error:
@@ -257,6 +284,7 @@ class Supervisor:
             # An incarnation that ended before it trained says nothing about how far training was.
             progress = max(self.coordinator.progress.values(), default=-1)
             self._reached = progress if progress >= 0 else self._reached
+            self._away_since = 0.0 if progress >= 0 else self._away_since
             self.coordinator.stop_snapshots()
             self._watch.clock.failed()
             self._ended = time.monotonic()
@@ -348,6 +376,10 @@ class Supervisor:
         self._watch.clock.dead(failure.text)
         if failure.asked:
             return
+        if self._launcher.is_away(failure.text):
+            # Neither training nor a node is at fault.
+            await self._await_scheduler(failure.text)
+            return
         failure = await self._evidence.keep(failure)
         self._pacing.failed()
         if failure.training and (quiet := await self.coordinator.quiet_nodes()):
@@ -382,70 +414,6 @@ class Supervisor:
             if older > record.incarnation:
                 self.state.update(incarnation=older)
 
-    async def _ended_well(self) -> End:
-        """Free the memory of a job whose plan is done; drain or keep what others continue from."""
-        committed, settings = self.coordinator.committed, self.spec.settings
-        places = settings.drain_dir is not None or settings.keep_minutes > 0
-        holds = committed is not None and places
-        end = judge(self._said.finished, holds=holds, frees=self.spec.free_on_exit)
-        if end is End.FINISHED:
-            await self._settle()
-            await self._retire("training finished; the memory is free again")
-            return end
-        if self.evacuations.stopping:
-            # Trainers got the same SIGTERM; the last drain needs none, and cancels this.
-            await asyncio.get_running_loop().create_future()
-        text = describe(end, committed)
-        if committed is not None and settings.drain_dir is not None:
-            await self.drains.abandon()
-            await self._emergency.without_trainers("training has ended")
-            durable = self.coordinator.durable
-            if durable is not None and durable[0] >= committed[0]:
-                text += " is on disk"
-                end = End.DRAINED if end is End.UNKNOWN else end
-        if end is End.DRAINED:
-            free = "the memory is free; the same command resumes from there"
-            await self._retire(f"{text}, {free}; {HOW_TO_FREE}")
-        elif end is End.UNKNOWN:
-            await self._keep(text)
-        self.end_text = text
-        return end
-
-    async def _keep(self, text: str) -> None:
-        """Leave memory to the SMPs, which free it in time; a start after that begins anew."""
-        seconds = 60 * (self.spec.settings.keep_minutes or KEEP_MINUTES)
-        self.state.update(committed=False)
-        then = f"stays in memory for {seconds:g} s, in which the same command resumes from there"
-        await self._retire(f"{text} {then}; {HOW_TO_FREE}", seconds)
-
-    async def _settle(self) -> None:
-        """Let the last drain of a finished job end; it is given up if an SMP ends before it."""
-        try:
-            await self.members.while_all_answer(self.drains.settle())
-        except ControlPlaneError as error:
-            self.observers.emit("drain_failed", f"the last drain is given up: {error}")
-
-    async def _retire(self, text: str, seconds: float = 0.0) -> None:
-        """Free the memory of a job that has ended.  A node that does not answer spoils nothing."""
-        request = m.Retire(self.coordinator.incarnation, remove_arenas=True, seconds=seconds)
-        try:
-            await self.coordinator.ask_all({node: request for node in self.coordinator.links})
-        except MegatronFTError as error:
-            self.observers.emit(
-                "not_freed", f"memory may be left behind, `megatron-ft clean` frees it: {error}"
-            )
-        self.observers.emit("finished", text)
-
-    async def _leave_nothing(self) -> None:
-        """End the SMPs of a job that has never committed a snapshot: nothing can resume from them.
-
-        They refuse it where another supervisor leads the job by now.
-        """
-        request = m.Retire(self.coordinator.incarnation, remove_arenas=True)
-        with suppress(MegatronFTError):
-            await self.coordinator.ask_all({node: request for node in self.coordinator.links})
-            self.state.update(smps={})
-
     def _note_commit(self, event: JobEvent) -> None:
         """Note the first commit; a start from nothing loses work then, so it must be asked for.
 
@@ -464,6 +432,7 @@ EXIT_INTERRUPTED = 130
 EXIT_DRAINED = 13
 EXIT_NOT_DRAINED = 14
 EXIT_CONTINUE = 15
+EXIT_SCHEDULER = 16
 
 SAME_REQUEST_SECONDS = 2.0
 """scancel signals all processes of a batch step, and the batch script passes its signal on."""
@@ -501,6 +470,9 @@ class Stop:
 
     async def _drain_first(self) -> None:
         seconds = self._supervisor.spec.settings.drain_stop_seconds
-        if await self._supervisor.drains.last(seconds):
+        if self._supervisor.ending.text:
+            # All ranks have exited early: what they left is being drained already.
+            await asyncio.wait({self._run}, timeout=seconds)
+        elif await self._supervisor.drains.last(seconds):
             self.code = EXIT_DRAINED
         self.at_once()

@@ -301,7 +301,7 @@ go_on() {
         echo "megatron-ft: $1: the next task of array $SLURM_ARRAY_JOB_ID resumes, if there is one"
         # What is not on disk may at best be found by a task on the same nodes.
         case "$code" in
-            14 | 15) exit "$code" ;;
+            14 | 15 | 16) exit "$code" ;;
         esac
     else
         scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"
@@ -329,6 +329,7 @@ supervise() {
     case "$code" in
         13 | 14) [ "$AFTER_TERM" != requeue ] || reason="told to stop" ;;
         11) [ "$ON_NO_SPARE" = stop ] || reason="no spare is left" ;;
+        16) reason="Slurm was away" ;;
         # The tasks of an array are there to continue.
         15) [ "$AFTER_EXIT${SLURM_ARRAY_JOB_ID:-}" = stop ] || reason="training stopped itself" ;;
     esac

@@ -279,7 +279,7 @@ def accelerator_in_memory(told: dict[str, Any], folder: Path) -> dict[str, Any]:
             if step == told["steps"]:
                 final = collect(model) if by_engine else _all_of(one)
                 final_state.write(folder / f"final{os.environ['RANK']}.pt", final)
-                memory.close()
+                memory.close(finished=True)
                 if by_engine:
                     model.destroy()
                 return {**seen, "reads": getattr(data, "reads", 0)}
@@ -348,7 +348,7 @@ def plain_accelerator(told: dict[str, Any], folder: Path) -> dict[str, Any]:
         step += 1
         seen["losses"][step] = _train_one(one, model, optimizer, batches)
         snapshots.save(step, state)
-    snapshots.close()
+    snapshots.close(finished=True)
     return seen
 
 
@@ -395,7 +395,7 @@ def plain_lightning(told: dict[str, Any], folder: Path) -> dict[str, Any]:
             self.manager.save(step, self.state)
 
         def on_train_end(self, one: Any, module: Any) -> None:
-            self.manager.close()
+            self.manager.close(finished=True)
 
     tokens = torch.stack([sample["input_ids"] for sample in samples()])
     one = lightning.Trainer(

@@ -249,6 +249,17 @@ class SlurmCluster:
         except OSError:
             return False
 
+    def stop_controller(self) -> None:
+        """slurmctld is killed; nodes and their steps stay."""
+        self._daemons["slurmctld"].kill()
+        self._daemons["slurmctld"].wait()
+
+    def start_controller(self) -> None:
+        """It runs again, from what it has stored; returns when it answers."""
+        if self._daemons["slurmctld"].poll() is not None:
+            self._daemon("slurmctld", "-D")
+        self._until("slurmctld", lambda: bool(self.states()))
+
     def stop(self) -> None:
         """End everything, jobs included."""
         if (self.folder / "slurm.conf").exists() and "slurmctld" in self._daemons:

@@ -11,6 +11,7 @@ ends when ours does.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shlex
@@ -20,12 +21,22 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from megatron_ft.core.errors import ConfigError, ControlPlaneError, MissingEnvironmentError
+from megatron_ft.core.errors import (
+    ConfigError,
+    ControlPlaneError,
+    MissingEnvironmentError,
+    SchedulerAwayError,
+)
 from megatron_ft.launchers.launcher_env import outside_of_steps
+
+log = logging.getLogger(__name__)
 
 ASK_SECONDS = 2.0
 FRESH_SECONDS = 1.0
+DEMAND_SECONDS = 300.0
+"""How long Slurm is asked again, at the start of a job, while its controller is away."""
 SUBMIT_SECONDS = 30.0
 
 # Its node's memory goes with it.  Waiting in the background lets it hear scancel at once.
@@ -66,7 +77,8 @@ class Allocation:
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Allocation:
         """The job whose batch script, or interactive shell, started us.
 
-        ConfigError outside of a job, MissingEnvironmentError where Slurm's commands fail.
+        ConfigError outside of a job, MissingEnvironmentError where Slurm's commands fail,
+        SchedulerAwayError where its controller stays away.
         """
         job_id, nodes = (environment.get(f"SLURM_JOB_{n}", "") for n in ("ID", "NODELIST"))
         if not job_id or not nodes:
@@ -196,26 +208,63 @@ def _find_addresses(nodes: str) -> dict[str, str]:
     return {name: numeric(at) for name, at in node_addresses(described).items()}
 
 
-def ask(*command: str) -> str | None:
-    """The output of a command of Slurm's; None when it fails or does not answer in time."""
+_OF_SLURM = r"(?:srun|slurmstepd|slurm_\w+|scontrol|squeue|sbatch):? (?:fatal: )?(?:error: )?"
+_AWAY = re.compile(
+    _OF_SLURM + r".*(?:contact slurm|timed out|refused|connect failure|Zero Bytes|ommunication"
+    r"|Transport endpoint|temporarily|confirm allocation|Prolog|create step|Task launch)"
+)
+
+
+def is_away(text: str) -> bool:
+    """True if a message is of Slurm, and says that it could not do just now what it should.  Pure.
+
+    Its controller is away or busy, or the Prolog of a node takes long.
+    """
+    return _AWAY.search(text) is not None
+
+
+class _Answer(NamedTuple):
+    """The output of a command of Slurm's, None if it failed; ``problem`` says how."""
+
+    text: str | None
+    problem: str = ""
+
+
+def _asked(command: Sequence[str]) -> _Answer:
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
             timeout=ASK_SECONDS, check=False,
         )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
+    except subprocess.TimeoutExpired:
+        return _Answer(None, f"{command[0]}: error: timed out after {ASK_SECONDS:g} s")
+    except OSError as error:
+        return _Answer(None, str(error.strerror))
+    if done.returncode:
+        return _Answer(None, done.stderr.strip() or f"it exited with {done.returncode}")
+    return _Answer(done.stdout)
+
+
+def ask(*command: str) -> str | None:
+    """The output of a command of Slurm's; None when it fails or does not answer in time."""
+    return _asked(command).text
 
 
 def _demand(*command: str) -> str:
-    answer = ask(*command)
-    if answer is None:
-        raise MissingEnvironmentError(
-            f"`{' '.join(command)}` failed or did not answer within {ASK_SECONDS:g} s: is this "
-            "shell inside a Slurm job, and does its controller answer?"
-        )
-    return answer
+    """The same, asked again with growing pauses while Slurm's controller is away."""
+    pause, deadline, told = 1.0, time.monotonic() + DEMAND_SECONDS, False
+    while (answer := _asked(command)).text is None:
+        where = f"`{' '.join(command)}` failed: {answer.problem}"
+        if not is_away(answer.problem):
+            raise MissingEnvironmentError(f"{where}; is this shell inside a Slurm job?")
+        if time.monotonic() + pause > deadline:
+            raise SchedulerAwayError(f"{where}, for {DEMAND_SECONDS:g} s; run the command again")
+        if not told:
+            log.warning("%s; asked again for up to %.0f s", where, DEMAND_SECONDS)
+        told = True
+        time.sleep(pause)
+        pause = min(2 * pause, 15.0)
+    return answer.text
 
 
 class ReplacementHosts:

@@ -30,7 +30,7 @@ from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.launchers.launcher_env import STEP_PLACES, outside_of_steps
 from megatron_ft.launchers.mpirun import MpiLauncher, daemons_by
 from megatron_ft.launchers.process import LocalProcess, open_session
-from megatron_ft.launchers.slurm.allocation import Allocation
+from megatron_ft.launchers.slurm.allocation import Allocation, is_away
 from megatron_ft.launchers.world import IN_FOLDER, Spread, WorldProcess
 
 SRUN = "MEGATRON_FT_SRUN"
@@ -213,6 +213,10 @@ class SlurmLauncher(Launcher):
     def reachable(self, node: str) -> bool:
         """True if Slurm still counts the node to the job."""
         return node in self.allocation.left()
+
+    def is_away(self, text: str) -> bool:
+        """True for what Slurm's own commands say while its controller is away; see Launcher."""
+        return is_away(text)
 
     def leaving(self) -> dict[str, str] | None:
         """The nodes that Slurm drains, as an administrator has asked; see Launcher."""

@@ -48,6 +48,11 @@ def test_the_last_word_is_that_of_the_process_and_not_of_srun(tmp_path: Path) ->
     assert last_word(log) == ""
     log.write_text(f"{'-' * 76}\nwill terminate the job.\n{'-' * 76}\n\0")
     assert last_word(log) == "will terminate the job.", "mpirun ends a report so"
+    code = "   Process name: [prterun-n0-1@1,3]\n   Exit code:    14\n"
+    log.write_text(
+        f"ERROR a peer is gone\n{'-' * 76}\nprterun detected that one\n\n{code}{'-' * 76}\n"
+    )
+    assert last_word(log) == "ERROR a peer is gone"
 
 
 def test_what_an_earlier_process_wrote_is_not_quoted(tmp_path: Path) -> None:
