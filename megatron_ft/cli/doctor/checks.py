@@ -16,7 +16,7 @@ from megatron_ft.core.errors import ProtectionError
 from megatron_ft.core.identity import RankRule
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import check_domains, members_of
-from megatron_ft.launchers.slurm.allocation import NO_KILL_ADVICE
+from megatron_ft.launchers.slurm.allocation import GRACE_ADVICE, NO_KILL_ADVICE
 from megatron_ft.supervisor.elastic import fewer_nodes
 from megatron_ft.supervisor.placement import scheme_over
 
@@ -114,12 +114,15 @@ def continuations(wishes: Wishes, rule: RankRule) -> tuple[list[tuple[int, Schem
 
 
 def slurm(facts: Facts) -> list[Finding]:
-    """By Slurm's defaults the loss of a node kills the whole job."""
+    """By Slurm's defaults a node's loss kills the whole job, and preemption its steps at once."""
     if facts.no_kill is None:
         return []
+    told = "preemption ends all steps as its grace time begins: nothing is drained"
+    found = [warn(told, GRACE_ADVICE)] if facts.grace_lost else []
     if facts.no_kill:
-        return [ok("--no-kill is seen: the job outlives a node")]
-    return [warn("--no-kill is not seen: Slurm kills the job when a node is lost", NO_KILL_ADVICE)]
+        return [ok("--no-kill is seen: the job outlives a node"), *found]
+    text = "--no-kill is not seen: Slurm kills the job when a node is lost"
+    return [warn(text, NO_KILL_ADVICE), *found]
 
 
 def steps(facts: Facts) -> list[Finding]:

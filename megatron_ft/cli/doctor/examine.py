@@ -30,7 +30,7 @@ from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launchers import container
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.launchers.launcher_env import base_environment
-from megatron_ft.launchers.slurm.allocation import no_kill
+from megatron_ft.launchers.slurm.allocation import grace_lost, no_kill
 from megatron_ft.supervisor.health import Vote, ask_node
 
 PROBE_SECONDS = 120.0
@@ -74,6 +74,7 @@ class Examination:
             world=await self._world(answered),
             seen_here=seen,
             no_kill=await asyncio.to_thread(no_kill),
+            grace_lost=await asyncio.to_thread(grace_lost),
             exporter=held_by_other(Path(exports), self._wishes.job) if exports else "",
             votes=await self._votes(answered),
         )

@@ -160,7 +160,8 @@ class Facts(msgspec.Struct, frozen=True):
     """All that was found out.  A node that could not be asked has the reason instead.
 
     ``seen_here`` are, by folder, the nodes whose files are seen in it where the doctor runs.
-    ``no_kill`` is None outside of Slurm, else whether ``--no-kill`` is seen.  ``exporter`` is the
+    ``no_kill`` is None outside of Slurm, else whether ``--no-kill`` is seen; ``grace_lost`` is
+    whether preemption ends trainers as its grace time begins.  ``exporter`` is the
     other job that exports to the folder now, in words.  ``votes`` are those of the health command.
     """
 
@@ -170,6 +171,7 @@ class Facts(msgspec.Struct, frozen=True):
     world: WorldFacts | None = None
     seen_here: dict[str, tuple[str, ...]] = {}
     no_kill: bool | None = None
+    grace_lost: bool = False
     exporter: str = ""
     votes: Mapping[str, Vote] = {}
 

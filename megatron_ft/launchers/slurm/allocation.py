@@ -370,3 +370,26 @@ def asks_no_kill(script: str, submit_line: str, environment: Mapping[str, str]) 
     ]
     given = [flag.group("value") for place in places for flag in _NO_KILL.finditer(place)]
     return bool(given) and given[-1] != "off"
+
+
+GRACE_ADVICE = (
+    "ask the site for SlurmctldParameters=preempt_send_user_signal: the batch script is then told "
+    "alone, and drains (docs/how-to/slurm.md)"
+)
+
+
+def grace_lost(environment: Mapping[str, str] = os.environ) -> bool:
+    """True if preemption ends the steps of our Slurm job as its grace time begins."""
+    partition = environment.get("SLURM_JOB_PARTITION")
+    if not partition or not environment.get("SLURM_JOB_ID"):
+        return False
+    config = ask("scontrol", "show", "config") or ""
+    return loses_grace(config, ask("scontrol", "show", "partition", "--oneliner", partition) or "")
+
+
+def loses_grace(config: str, partition: str) -> bool:
+    """The same from what scontrol shows of the configuration and of the partition.  Pure."""
+    mode = re.search(r"^PreemptMode\s*=\s*(\S+)", config, re.MULTILINE)
+    grace = re.search(r"\bGraceTime=(\d+)", partition)
+    off = mode is None or mode.group(1) == "OFF" or "PreemptMode=OFF" in partition.split()
+    return not off and bool(grace and int(grace[1])) and "preempt_send_user_signal" not in config

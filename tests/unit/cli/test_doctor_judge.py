@@ -24,7 +24,7 @@ from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.transport import Transport
 from megatron_ft.launchers.container import python_of
 from megatron_ft.launchers.launcher import Launcher
-from megatron_ft.launchers.slurm.allocation import asks_no_kill
+from megatron_ft.launchers.slurm.allocation import asks_no_kill, loses_grace
 from megatron_ft.supervisor.health import vote_of
 from tests.support.doctor_facts import (
     GIB,
@@ -64,6 +64,7 @@ CASES: list[tuple[Facts, str, str, str, str]] = [
      "", ""),
     (facts(wishes=wishes(domains=RACKS)), "protection", "refused", "r0 holds 3 (", ""),
     (facts(no_kill=False), "slurm", "warning", "kills the job", ""),
+    (facts(grace_lost=True), "slurm", "warning", "as its grace time begins", ""),
     (with_trainer("n2", cgroup=STEP.format("1")), "steps", "refused", "share the cgroup", "n2"),
     (with_trainer("n2", python="3.9.2"), "versions", "refused", "3.9.2", "n2"),
     (with_trainer("n2", packages={}), "versions", "refused", "no torch", "n2"),
@@ -279,3 +280,25 @@ def test_the_nodes_in_the_way_of_a_world_are_found(
     worlds = Forged(cast(Launcher, None), Path(), "t", "auto")
     found = asyncio.run(worlds.examine(NODES))
     assert (found.error, found.broken) == ("orted died", broken)
+
+
+CONFIG = "PreemptMode             = {}\nSlurmctldParameters     = {}\n"
+PARTITION = "PartitionName=low GraceTime={} Hidden=NO PreemptMode={} State=UP"
+
+
+@pytest.mark.parametrize(
+    ("mode", "parameters", "grace", "own", "lost"),
+    [
+        ("REQUEUE", "(null)", 120, "REQUEUE", True),
+        ("REQUEUE", "enable_configless,preempt_send_user_signal", 120, "REQUEUE", False),
+        ("REQUEUE", "(null)", 0, "REQUEUE", False),
+        ("REQUEUE", "(null)", 120, "OFF", False),
+        ("OFF", "(null)", 120, "OFF", False),
+    ],
+)
+def test_a_grace_time_that_preemption_does_not_use_is_seen(
+    mode: str, parameters: str, grace: int, own: str, lost: bool
+) -> None:
+    shown = CONFIG.format(mode, parameters), PARTITION.format(grace, own)
+    assert loses_grace(*shown) is lost
+    assert not loses_grace("", "")
