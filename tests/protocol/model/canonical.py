@@ -32,14 +32,15 @@ KNOWN = {
     "SnapshotCycle": "incarnation places nodes stripes schedule _orders phase snapshot iteration "
     "level _waiting _writing _encoders _world _broken _corrupt _last "
     "_sequence _again _passed_since _stuck stay judge _replicas",
-    "Schedule": "interval fixed first lead _before _spent _reached _refused _commits_in_a_row debt",
+    "Schedule": "interval fixed first lead _before _spent _reached _refused _commits_in_a_row debt "
+    "numbering",
 }
 """What is described below, or decides nothing within the bounds of an exploration.
 
 _before, _spent and _reached count only where the interval is not fixed, and in the model it is;
 _passed_since and _stuck change only by the clock, which the model replaces by a step;
 _writing says when it is worth while to ask for a permit, and the model asks at any time;
-debt counts late iterations, of which the model's trainers report none;
+debt counts late iterations, of which the model's trainers report none; they number by one;
 made waits for memory, which the model always has;
 stay holds trainers only, and a trainer of the model may take no step at any time;
 judge and _replicas compare replicas, of which the model's trainers report none.
