@@ -138,6 +138,8 @@ def render(name: str, job: dict[str, Any]) -> str:
         lines.append(f"no SMP of it answers here; its supervisor wrote this {job['age']:.0f} s ago")
     summary = job["summary"]
     lines += _exposure_lines(summary)
+    if late := summary.get("unregistered"):
+        lines.append(late)
     if summary.get("given_up", 0) >= SEVERAL:
         lines.append(
             f"the last {summary['given_up']} snapshots were given up: {summary['given_up_reason']}"

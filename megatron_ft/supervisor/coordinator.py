@@ -29,7 +29,7 @@ from megatron_ft.supervisor.cycle import (
     SnapshotEnded,
 )
 from megatron_ft.supervisor.damage import DamagedShards
-from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.exposure import Exposure, Fallbacks
 from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.replicas import ReplicaWatch
@@ -88,6 +88,8 @@ class Coordinator(Connections):
         self._stalls: dict[SnapshotId, float] = {}
         """Snapshots aborted since the last commit, and the reason of the last one."""
         self.listeners: list[Callable[[m.NodeEvent], None]] = []
+        self._late_ranks = ""
+        observers.add(self._note_late_ranks)
         self._kick = asyncio.Event()
         self._standstill: Standstill | None = None
         self._encoding_since = self._world_seen = self._first_try = 0.0
@@ -125,6 +127,7 @@ class Coordinator(Connections):
             "skipped": self.skips.total + self.skips.now,
             "drain_failures": self.drain_failures[0],
             "drain_failure": self.drain_failures[1],
+            "unregistered": self._late_ranks,
             "given_up": self.given_up[0],
             "given_up_reason": self.given_up[1],
             "damaged_shards": self.damage.held(
@@ -140,6 +143,13 @@ class Coordinator(Connections):
             "node_loss": None if node_loss is None else node_loss.iteration,
             "durable": None if durable is None else _named(*durable),
         }
+
+    def _note_late_ranks(self, event: JobEvent) -> None:
+        """Keep what was said of ranks that do not register, until all have."""
+        if event.kind == "unregistered":
+            self._late_ranks = event.text
+        elif event.kind in ("training", "trainers_started"):
+            self._late_ranks = ""
 
     def _waits_until(self) -> int | None:
         """The iteration up to which snapshots wait because they make iterations late."""

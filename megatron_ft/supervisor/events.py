@@ -17,6 +17,7 @@ KINDS: Mapping[str, str] = {
     "new_process": "a rank that survived starts in a new process, for a reason that is given",
     "waiting": "a node obeys an older supervisor, or none yet, and is waited for",
     "trainers_started": "trainers were started",
+    "unregistered": "ranks have not registered for long: they start, or train without snapshots",
     "training": "all ranks are ready and train",
     "caught_up": "training has reached the iteration at which the incarnation before had ended",
     "committed": "a snapshot was committed, in memory or with parity",

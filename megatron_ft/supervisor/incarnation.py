@@ -108,7 +108,7 @@ class Incarnation:
     async def _begin_snapshots(self) -> None:
         """Await all ranks, make arenas, let trainers begin, and permit snapshots."""
         spec, plan, registration = self.spec, self.plan, self.registration
-        await registration.wait(spec.settings.register_timeout_seconds)
+        await registration.wait(spec.settings.register_timeout_seconds, self._on_late_ranks)
         self.watch.clock.registered(registration.starts())
         restored = plan.decision.snapshot is not None and not plan.reshaped
         stored = plan.decision.stripes if restored else ()
@@ -293,6 +293,8 @@ class Incarnation:
         text = f"{self.trainers.name_of(rank)} {how}"
         if status > 0 and not self.registration.complete.is_set():
             text += self._shape()
+        if late := self.registration.late:
+            text += f" ({late})"
         where = f"{self.trainers.name_of(rank)} on {node} {how}{memory}"
         self._emit("trainer_died", where, rank=rank, node=node, status=status)
         if status > 0:
@@ -322,6 +324,10 @@ class Incarnation:
     def _on_restartable(self, event: m.NodeEvent) -> None:
         if isinstance(event.body, m.Restartable):
             self.trainers.restartable.add(event.body.rank)
+
+    def _on_late_ranks(self, text: str) -> None:
+        """Emit once that ranks may train without any protection."""
+        self._emit("unregistered", text)
 
     def _on_declined(self, event: m.NodeEvent) -> None:
         """Emit once that trainers take another start than the one that was announced."""

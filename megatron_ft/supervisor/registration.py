@@ -7,7 +7,7 @@ arenas store already, if something is restored, or planned anew.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ft.checkpoint.decide import StripeState
@@ -30,11 +30,16 @@ OTHER_SHAPE = (
 """Advice to a user whose command has another parallel shape than the job's snapshots."""
 
 
+LATE = 0.2
+"""Share of the time to register behind which ranks that have not are named; they may train."""
+
+
 @dataclass
 class Registration:
     """Ranks that have said hello, and those that have brought a layout, in this incarnation.
 
-    ``unfit`` is the last word of a rank that cannot use its snapshot with this command.
+    ``unfit`` is the last word of a rank that cannot use its snapshot with this command; ``late``
+    is what was said of ranks that are late, while they are.
     """
 
     world_size: int
@@ -43,6 +48,7 @@ class Registration:
     layouts: dict[str, m.Prepare] = field(default_factory=dict)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
     unfit: m.Unfit | None = None
+    late: str = ""
 
     def on_event(self, event: m.NodeEvent) -> None:
         """Record a registration event."""
@@ -54,11 +60,21 @@ class Registration:
             self.unfit = event.body
         if len(self.layouts) == self.world_size and self.layouts.keys() <= self.hellos.keys():
             self.complete.set()
+            self.late = ""
 
-    async def wait(self, timeout: float) -> None:
-        """Wait until every rank has registered; RegistrationError names those that have not."""
+    async def wait(self, timeout: float, warn: Callable[[str], None]) -> None:
+        """Wait until every rank has registered; RegistrationError names those that have not.
+
+        Those that are ``late`` are named once before: they may train without any protection.
+        """
         try:
-            await asyncio.wait_for(self.complete.wait(), timeout)
+            await asyncio.wait_for(self.complete.wait(), LATE * timeout)
+            return
+        except asyncio.TimeoutError:
+            self.late = self._describe_late(LATE * timeout, timeout)
+            warn(self.late)
+        try:
+            await asyncio.wait_for(self.complete.wait(), (1.0 - LATE) * timeout)
         except asyncio.TimeoutError as error:
             text = self._describe_missing(timeout)
             raise RegistrationError(text, not self.hellos) from error
@@ -159,15 +175,33 @@ class Registration:
             for shard_id, (node, hello) in self.hellos.items()
         ]
 
+    def _describe_late(self, seconds: float, timeout: float) -> str:
+        missing = self.missing_ranks()
+        who = "no rank" if len(missing) == self.world_size else f"ranks {missing} of the job"
+        have = "has" if len(missing) == self.world_size else "have not"
+        greeted = sorted({hello.rank for _, hello in self.hellos.values()} & set(missing))
+        more = f" (ranks {greeted} are connected and have not saved yet)" if greeted else ""
+        return (
+            f"nothing is protected: {seconds:.0f} s after the start {who} {have} registered{more}. "
+            f"They still start or compile, or they train without snapshots. {_WAYS} "
+            f"Without them the job ends after {timeout:.0f} s"
+        )
+
     def _describe_missing(self, timeout: float) -> str:
         text = f"ranks {self.missing_ranks()} have not registered within {timeout:.0f} s"
         if not self.hellos:
             text = (
                 f"no rank has registered within {timeout:.0f} s; does the command take snapshots? "
-                'Megatron does with --inmem-snapshot, DeepSpeed with "inmem_snapshot" in its JSON, '
-                "a loop of your own with a SnapshotManager"
             )
+            text += _WAYS.removesuffix(".")
         return f"{text}. If they only need longer to start, give --register-timeout-seconds"
+
+
+_WAYS = (
+    'Megatron registers with --inmem-snapshot, DeepSpeed with "inmem_snapshot" in its JSON, '
+    "transformers.Trainer and Accelerate through DeepSpeed or InMemoryState, a loop of your own "
+    "with a SnapshotManager that saves."
+)
 
 
 def new_stripes(

@@ -311,3 +311,15 @@ def test_status_shows_why_no_snapshot_succeeds_until_one_does() -> None:
     assert "the last 3 snapshots were given up" in shown(), "that has a cause of its own"
     of._ended(SnapshotEnded(SnapshotId(1, 5), 5, "local"))
     assert "given up" not in shown()
+
+
+def test_ranks_that_do_not_register_are_in_the_status_until_they_have() -> None:
+    of = coordinator()
+
+    def lines() -> str:
+        return status.render("job", {"summary": summary(of), "nodes": {}, "supervised": True})
+
+    of.observers.emit("unregistered", "nothing is protected: 120 s after the start")
+    assert "nothing is protected: 120 s" in lines()
+    of.observers.emit("training", "training", iteration=0)
+    assert "nothing is protected" not in lines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,52 @@ from megatron_ft.supervisor.registration import Registration
 
 def missing(ranks: Registration) -> str:
     with pytest.raises(ControlPlaneError) as caught:
-        asyncio.run(ranks.wait(0.0))
+        asyncio.run(ranks.wait(0.0, lambda _: None))
     return str(caught.value)
+
+
+def late(ranks: Registration, timeout: float = 0.2) -> list[str]:
+    """What is said before the time is over, at which the last rank comes."""
+    said: list[str] = []
+
+    def warn(text: str) -> None:
+        said.append(text)
+        assert ranks.late == text
+        for rank in range(ranks.world_size):
+            ranks.on_event(event(m.Hello(7, rank, 0, f"dp{rank}", (), 1)))
+            ranks.on_event(event(m.Prepare(f"dp{rank}", 128, 1)))
+
+    asyncio.run(ranks.wait(timeout, warn))
+    assert ranks.late == ""
+    return said
+
+
+def event(body: Any) -> m.NodeEvent:
+    return m.NodeEvent("n0", 1, body)
+
+
+def test_ranks_that_may_train_without_a_word_are_named_once_before_the_time_is_over() -> None:
+    (said,) = late(Registration(2))
+    assert "nothing is protected" in said and "no rank has registered" in said
+    for way in ("--inmem-snapshot", '"inmem_snapshot"', "transformers.Trainer", "SnapshotManager"):
+        assert way in said
+
+
+def test_of_ranks_that_are_late_those_that_have_come_are_told_apart() -> None:
+    ranks = Registration(3)
+    for body in (m.Hello(7, 0, 0, "dp0", (), 1), m.Prepare("dp0", 128, 1)):
+        ranks.on_event(event(body))
+    ranks.on_event(event(m.Hello(7, 2, 0, "dp2", (), 1)))
+    (said,) = late(ranks)
+    assert "ranks [1, 2] of the job have not" in said
+    assert "ranks [2] are connected and have not saved yet" in said
+
+
+def test_ranks_that_come_in_time_are_not_named() -> None:
+    ranks = Registration(1)
+    for body in (m.Hello(7, 0, 0, "dp0", (), 1), m.Prepare("dp0", 128, 1)):
+        ranks.on_event(event(body))
+    assert late(ranks, 10.0) == []
 
 
 def test_a_command_of_which_nobody_registers_is_asked_for_snapshots() -> None:
