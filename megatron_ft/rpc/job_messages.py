@@ -365,7 +365,7 @@ class LeaseAnswer(Message, frozen=True):
     ``unmade`` says that a Grant would be refused now, until a further slot has memory; ``shortage``
     is why none could be had the last time, "" if there was enough.
     ``missing`` says which arena has no file any more, "" if none: the node then holds nothing.
-    ``hanging`` is as in Inventory.
+    ``hanging`` is as in Inventory.  ``readers`` are the names of those that hold snapshots.
     """
 
     node: str
@@ -384,6 +384,7 @@ class LeaseAnswer(Message, frozen=True):
     shortage: str = ""
     missing: str = ""
     hanging: tuple[str, ...] = ()
+    readers: tuple[str, ...] = ()
 
 
 def summary_digest(part: bytes) -> bytes:

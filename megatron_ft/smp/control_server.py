@@ -184,6 +184,7 @@ class ControlServer:
             unmade=machine.unmade(),
             shortage=service.shortage,
             missing=missing,
+            readers=tuple(machine.readers()),
             hanging=tuple(writer.who for writer in service.writers.hanging()),
         )
 

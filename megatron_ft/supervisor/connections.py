@@ -199,6 +199,8 @@ class Connections(ABC):
         self._kill_world = kill_world
         self._paused_on: set[str] = set()
         self._pinned_on: set[str] = set()
+        self.readers: dict[str, tuple[str, ...]] = {}
+        """Readers that hold snapshots on each node, as its last heartbeat named them."""
         self._crowded_on: set[str] = set()
         self._unmade_on: set[str] = set()
         self._shortages: dict[str, str] = {}
@@ -315,7 +317,7 @@ class Connections(ABC):
         for request in answer.evacuations:
             self.ask_evacuation(request)
         before = self.paused
-        self.held[answer.node] = answer.held
+        self.held[answer.node], self.readers[answer.node] = answer.held, answer.readers
         known, self.missing[answer.node] = self.missing.get(answer.node), answer.missing
         if answer.missing and not known:
             self.arena_missing.set()

@@ -331,9 +331,26 @@ class Coordinator(Connections):
         """Count; the observers get one event for each time that something is in the way."""
         if self.skips.begin(progress, interval):
             full = "the last protected snapshot and a newer local one fill the slots"
-            reason = "a reader holds a snapshot" if self.pinned else full
+            then = "captures are skipped"
+            if self.pinned:
+                crash = self.fallbacks().crash
+                newest = "nothing" if crash is None else f"iteration {crash.iteration}"
+                then += (
+                    f" until it ends, and a failure falls back to {newest}; with --slots 3 they "
+                )
+                then += "continue"
+            reason = f"{self._reader()} reads a snapshot" if self.pinned else full
             reason = "memory of a further slot is being made" if self.unmade else reason
-            self.observers.emit("held", f"{reason}: captures are skipped")
+            self.observers.emit("held", f"{reason}: {then}")
+
+    def _reader(self) -> str:
+        """The reader that is in the way of captures, in words."""
+        names = {(node, name) for node in self.links for name in self.readers.get(node, ())}
+        if any(name == HOLDER for _, name in names):
+            return "the job's own drain"
+        # Others are named by their process (local_query.py).
+        found = sorted(f"process {name.partition('-')[0]} on {node}" for node, name in names)
+        return " and ".join(found[:2]) or "a process"
 
     def _gives_way(self, cycle: SnapshotCycle) -> bool:
         if set(cycle.nodes) - self.held.keys():

@@ -85,6 +85,7 @@ class Drains:
         self._failures_in_row = self._last_tries = 0
         self._not_before = 0.0
         self._step = ""
+        self._cost_said = False
         self._cap = spec.settings.drain_bandwidth_mib
         self._slowest = 0.0
         self._mount = Path(mount) if mount else None
@@ -293,6 +294,7 @@ class Drains:
             await self._try("tidy", plan, nodes[0], "retention_failed")
         except (MegatronFTError, OSError) as error:
             reason = str(error)
+        cost = self._cost()
         # Not when cancelled: the next incarnation voids it, and must not wait for us.
         await self._coordinator.release(nodes)
         self._note_end(started, good=not reason)
@@ -303,6 +305,9 @@ class Drains:
         self._slowest = max(self._slowest, seconds)
         text = f"iteration {plan.iteration} is on disk after {seconds:.1f} s: {plan.folder}"
         self._emit("drained", text, plan)
+        if cost and not self._cost_said:
+            self._cost_said = True
+            self._coordinator.observers.emit("drain_cost", cost)
         if plan.export_dir is not None:
             await self._export(plan, nodes[0])
 
@@ -357,6 +362,19 @@ class Drains:
         if await self._try("export", plan, node, "export_failed"):
             text = f"iteration {plan.iteration} is exported to {plan.export_dir} after"
             self._emit("exported", f"{text} {time.monotonic() - started:.1f} s", plan)
+
+    def _cost(self) -> str:
+        """What a failure just before the end of the drain would have cost, if snapshots were
+        skipped for it."""
+        committed, progress = self._coordinator.committed, self._coordinator.progress
+        if committed is None or not self._coordinator.skips.now:
+            return ""
+        lost = max(progress.values(), default=committed[1]) - committed[1]
+        return (
+            f"no snapshot was taken while it was written: a failure would have lost {lost} "
+            "iterations; with --slots 3 snapshots continue, for one more copy of each shard in "
+            "memory"
+        )
 
     def _failed(self, text: str) -> None:
         """Emit and count a failed drain; ``megatron-ft status`` shows the number and the text."""

@@ -14,15 +14,16 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.arena.arena import Arena
+from megatron_ft.launchers.launcher import NodeUnreachable
 from tests.support.damage import Region, arenas, regions
 from tests.support.disk_jobs import of_kind, wait_until
 from tests.support.jobs import Job, Result, difference
 
 pytestmark = pytest.mark.usefixtures("warm_trainers")
-ITERATIONS = 400
+ITERATIONS = 300
 BYTES = 3
 """Bytes of each region that change at once: its first, its last and one between."""
-COMMITS = 3
+COMMITS = 2
 Uninterrupted = Callable[[int, int], Result]
 
 
@@ -49,28 +50,62 @@ def protected(job: Job) -> int:
     return sum(e.fields["level"] == "protected" for e in of_kind(job, "committed"))
 
 
+def commits_again(job: Job, what: str) -> None:
+    before = protected(job)
+    wait_until(job, lambda: protected(job) >= before + COMMITS, f"for commits after {what}")
+
+
 def test_the_job_commits_again_whatever_byte_was_changed(
     made: list[Job], tmp_path: Path, uninterrupted: Uninterrupted
 ) -> None:
-    job = Job(tmp_path, nodes=2, transport="tcp", iterations=ITERATIONS, iteration_seconds=0.03)
+    job = Job(tmp_path, nodes=2, transport="tcp", iterations=ITERATIONS, iteration_seconds=0.015)
     made.append(job)
     chance = random.Random(5)
-    names: list[str] = []
-
-    def settle(what: str) -> None:
-        before = protected(job)
-        wait_until(job, lambda: protected(job) >= before + COMMITS, f"commits after {what}")
 
     def strike(job: Job) -> None:
         (path,) = arenas(job.cluster.node_dir("n0"))
-        settle("the start")
-        for name, found in places(path).items():
-            for region in found:
+        commits_again(job, "the start")
+        found = places(path)
+        assert {r.PADDING, r.DATA, r.TABLE, r.PARITY, r.ARENA_HEADER} < found.keys()
+        for name, copies in found.items():
+            for region in copies:
                 if region.start < region.stop:
                     flip(path, region, chance)
-            names.append(name)
-            settle(name)
+            commits_again(job, name)
 
     job.run((8, strike))
-    print(names)
+    assert not job.restores(), job.story()
     assert not difference(job.result(), uninterrupted(2, ITERATIONS)), job.story()
+
+
+@pytest.mark.all_layouts
+def test_a_damaged_snapshot_that_waits_for_parity_is_in_the_way_of_none(
+    made: list[Job], tmp_path: Path, uninterrupted: Uninterrupted
+) -> None:
+    """Beside the last protected one it fills the slots, and encoders refuse it each time."""
+    job = Job(tmp_path, nodes=2, transport="tcp", iterations=ITERATIONS, iteration_seconds=0.015)
+    made.append(job)
+
+    def strike(job: Job) -> None:
+        encoders, coordinator = job.supervisor.world.encoders, job.supervisor.coordinator
+        start, encoders.start = encoders.start, _refuse  # type: ignore[method-assign, assignment]
+        world = coordinator.usable_world
+        job._loop.call_soon_threadsafe(coordinator.end_world, world, "the test ends it")
+        wait_until(job, lambda: coordinator.crowded, "for a local snapshot beside a protected one")
+        (path,) = arenas(job.cluster.node_dir("n0"))
+        with Arena.open(path) as arena:
+            (local,) = [n for n in range(2) if arena.slot(n).local_only]
+            at = arena.geometry.data_offset(local) + 5
+        flip(path, Region(r.DATA, at, at + 1), random.Random(1))
+        encoders.start = start  # type: ignore[method-assign]
+        commits_again(job, "damage without parity")
+
+    job.run((8, strike))
+    texts = [event.text for event in of_kind(job, "given_up")]
+    assert any("the newest snapshot is given up: its bytes are damaged" in t for t in texts), texts
+    assert not job.restores(), job.story()
+    assert not difference(job.result(), uninterrupted(2, ITERATIONS)), job.story()
+
+
+def _refuse(*_: object) -> str:
+    raise NodeUnreachable("no encoders in this test")

@@ -20,6 +20,7 @@ from megatron_ft.supervisor.drains import Drains
 from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.summary import Skips
 
 WAIT = 20.0
 NEVER = 10**6
@@ -35,6 +36,8 @@ class Coordinator:
     committed: tuple[SnapshotId, int, str] | None = None
     durable: tuple[SnapshotId, int] | None = None
     drain_failures: tuple[int, str] = (0, "")
+    progress: dict[str, int] = field(default_factory=dict)
+    skips: Skips = field(default_factory=Skips)
     hanging: list[str] = field(default_factory=list)
     events: list[JobEvent] = field(default_factory=list)
 
@@ -271,3 +274,24 @@ def test_the_end_of_training_says_that_nothing_more_is_drained(world: World) -> 
     asyncio.run(work())
     (failed,) = world.coordinator.kinds("drain_failed")
     assert failed.text == "nothing more is drained, as the disk hangs: write-3 on n0"
+
+
+def test_what_a_failure_during_a_drain_would_have_cost_is_said_once(world: World) -> None:
+    async def work() -> None:
+        world.begin()
+        for iteration in (7, 9):
+            world.lost[:] = []
+            await asyncio.sleep(0.05)
+            world.lost.append("n1")
+            world.coordinator.commit(iteration)
+            end = await world.steps.begun(len(world.steps.writes) + 1)
+            world.coordinator.progress["dp0"] = 30
+            for reached in (10, 30):
+                world.coordinator.skips.begin(reached, 4)
+            end.set_result(None)
+            await until(lambda: not world.drains._plan_begun, "the end")
+        await world.drains.abandon()
+
+    asyncio.run(work())
+    (cost,) = world.coordinator.kinds("drain_cost")
+    assert "would have lost 23 iterations; with --slots 3" in cost.text

@@ -323,3 +323,47 @@ def test_ranks_that_do_not_register_are_in_the_status_until_they_have() -> None:
     assert "nothing is protected: 120 s" in lines()
     of.observers.emit("training", "training", iteration=0)
     assert "nothing is protected" not in lines()
+
+
+def test_a_damaged_snapshot_without_parity_makes_room_before_the_protected_one() -> None:
+    """Encoders are up, and refuse it; nothing can be restored from it."""
+    old, new = m.HeldSnapshot(OLD, 10, True), m.HeldSnapshot(NEW, 20, False)
+    of = training(coordinator(), n0=(new, old), n1=(new, old))
+    told: list[str] = []
+    of.observers.add(lambda event: told.append(event.text))
+    of.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
+    of._crowded_on, of.progress = {"n0"}, dict.fromkeys(PLACES, 20)
+    assert of.cycle is not None
+    assert of._next(of.cycle) == [], "it is whole as far as anybody knows"
+    of.damage.count_lost(NEW, {next(iter(PLACES))})
+    grants = [action.message for action in of._next(of.cycle) if isinstance(action, Send)]
+    assert grants and all(
+        isinstance(g, m.Grant) and g.beyond_repair == NEW and not g.give_up_protected
+        for g in grants
+    )
+    assert any("the newest snapshot is given up: its bytes are damaged" in text for text in told)
+
+
+@pytest.mark.parametrize(
+    ("readers", "named"),
+    [
+        (("drain", "70-ab12"), "the job's own drain reads a snapshot"),
+        (("70-ab12",), "process 70 on n0 reads a snapshot"),
+    ],
+)
+def test_who_holds_a_snapshot_is_named_with_what_follows(
+    readers: tuple[str, ...], named: str
+) -> None:
+    old, new = m.HeldSnapshot(OLD, 10, True), m.HeldSnapshot(NEW, 20, True)
+    of = training(coordinator(), n0=(new, old), n1=(new, old))
+    told: list[str] = []
+    of.observers.add(lambda event: told.append(event.text))
+    of.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
+    answer = m.LeaseAnswer("n0", False, dict.fromkeys(PLACES, 20), "", 1.0, pinned=True)
+    of._on_answer(msgspec.structs.replace(answer, held=(new, old), readers=readers))
+    assert of.cycle is not None and of._next(of.cycle) == []
+    (held,) = told
+    assert held == (
+        f"{named}: captures are skipped until it ends, and a failure falls back to iteration 20; "
+        "with --slots 3 they continue"
+    )
