@@ -310,11 +310,10 @@ class ArenaStore:
             slots = machine.shards[shard_id].slots
             if arena.in_place() and (mended := arena.mend_records(self._headers[shard_id], slots)):
                 log.warning("%s was damaged and is mended: %s", arena.path, ", ".join(mended))
-        for shard_id, permit in self._permits.items():
-            held = self.arenas.get(shard_id)
-            if held is not None and held.permit() != permit:
-                log.warning("the permit in %s was damaged and is mended", held.path)
-                held.write_permit(permit)
+            permit = self._permits.get(shard_id)
+            if shard_id in self._permits and arena.permit() != permit:
+                log.warning("the permit in %s was damaged and is mended", arena.path)
+                arena.write_permit(permit)
 
     def set_lineage(self, incarnation: int, lineage: tuple[Ancestor, ...]) -> None:
         """Record the current incarnation of the job in every arena."""

@@ -15,6 +15,7 @@ import pytest
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.launchers.launcher import NodeUnreachable
+from tests.support import damage as r
 from tests.support.damage import Region, arenas, regions
 from tests.support.disk_jobs import of_kind, wait_until
 from tests.support.jobs import Job, Result, difference
