@@ -40,7 +40,7 @@ from megatron_ft.core.environment import NODE_DIR
 from megatron_ft.core.errors import UnencodableError
 from megatron_ft.core.identity import shard_id
 from megatron_ft.core.objects import encode
-from megatron_ft.trainer.loader_position import samplers_of
+from megatron_ft.trainer.loader_order import samplers_of
 from megatron_ft.trainer.state import drawn
 
 log = logging.getLogger(__name__)

@@ -1,24 +1,35 @@
 """The position of one data loader, and the rest of an interrupted pass from a fresh loader.
 
-A position is the state of all generators when the pass over the data began, and the number of
-batches since.  From these the same order is drawn again, and the batches that were used are
-skipped without being read where the loader's sampler can skip.
+A position is all that decides the order of a pass when it began, and the number of batches since.
+From these the same order is drawn again, and the batches that were used are skipped, without being
+read where the loader's sampler can skip.  The trace of what is skipped must be that of what
+was used; a position that the loader keeps itself is checked in the same way.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler
 
-from megatron_ft.core.errors import LayoutMismatchError
+from megatron_ft.core.errors import ConfigError, LayoutMismatchError
+from megatron_ft.trainer.loader_habits import ENDLESS, ReadingPace, in_cycle
+from megatron_ft.trainer.loader_order import EpochNumbers, OwnState, numbered, samplers_of
+from megatron_ft.trainer.loader_trace import (
+    BatchTrace,
+    ItemTrace,
+    SharedDraws,
+    TracedSampler,
+    new_workers,
+    tracing,
+    workers_of,
+)
 from megatron_ft.trainer.state import RngState
 
 logger = logging.getLogger(__name__)
@@ -31,94 +42,322 @@ SHARED_ANEW = "shared_anew"
 """Key of a position that ranks of another number take: their batches a step, and the old ones'."""
 
 
+class Clock:
+    """Iterations that have ended in this process, and those in which batches were read last."""
+
+    runs = False
+    """True if somebody counts the iterations."""
+    ended = 0
+    read = finished = -1
+    thread: int | None = None
+
+
+@dataclass(eq=False)
+class Pass:
+    """A pass over the data: all that decided its order, and what it has handed out."""
+
+    begun: dict[str, Any]
+    batches: Iterator[Any]
+    trace: BatchTrace | ItemTrace | None
+    consumed: int = 0
+    began_in: int = 0
+    read_in: int = -1
+    thread: int | None = None
+    restored: dict[str, Any] | None = None
+    # A loader's own position, and the count and trace of batches behind it.
+    own: tuple[Any, int, BatchTrace] | None = None
+    ask_at: float = 0.0
+    finished: bool = False
+
+
 class LoaderPosition:
     """The position of any iterable that gives the same batches again: they are read and dropped.
 
-    Generators that the loader or its samplers own are set to where the pass began.
+    Generators and counters of the loader, its samplers and its data set are set to where the pass
+    began.
     """
-
-    own_state = False
-    """True if the position is the loader's own, and counts between passes too."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        samplers = samplers_of(loader)
-        # But Accelerate's seedable sampler, which makes and seeds its own in every pass.
-        self._generator_owners = [
-            owner for owner in (loader, *samplers) if not hasattr(owner, "initial_seed")
-        ]
-        self._epochs = EpochNumbers(samplers)
-        self._passes = 0
-        self._begun: dict[str, Any] = {}
-        # Batches that the newest pass has handed out; None if it is over or was given up.
-        self._consumed: int | None = None
+        self._own = OwnState(loader)
+        self._epochs, self._passes = EpochNumbers(self._numbered()), 0
+        # Those when persistent workers were made.
+        self._first_epochs: list[int | None] = []
+        self._live: list[Pass] = []
+        self._at: Pass | None = None
         self._pending: dict[str, Any] | None = None
+        # An iterator that was made before a restore between two passes.
+        self._stale: Pass | None = None
+        self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._twice: tuple[Pass, Pass] | None = None
+        self._draws, self._in_cycle = SharedDraws(), False
+        self._pace, self._given, self._ended = ReadingPace(), 0, False
+        self._spans, self._warned = False, False
+
+    def _numbered(self) -> list[Any]:
+        return numbered(self.loader)
+
+    @property
+    def _consumed(self) -> int | None:
+        return None if self._at is None else self._at.consumed
 
     def begin(self) -> Iterator[Any]:
         """A new pass over the data, or the rest of the one that a restore brought back."""
         if self._pending is not None and self._next_was_asked_for(self._pending):
-            self.set_now(self._pending["now"])
-            self._pending = None
+            self._finish(self._pending)
+        self._first_epochs = self._first_epochs or self._epochs.current()
         self._passes += 1
-        return self._batches(self._passes, self._open())
+        self._at = self._open()
+        self._live.append(self._at)
+        batches = self._batches(self._at)
+        self._iterators.add(batches)
+        return batches
 
-    def _batches(self, number: int, batches: Iterator[Any]) -> Iterator[Any]:
+    def _finish(self, pending: dict[str, Any]) -> None:
+        """Be behind the end of a pass that is pending."""
+        self._own.set(pending["now"], between=True)
+        self._pending = None
+
+    def _batches(self, one: Pass) -> Iterator[Any]:
         """Count what a pass hands out; it jumps to a position that is restored meanwhile."""
         end = object()
-        for one in [*awaiting_batch]:
-            one.reading()
+        for other in [*awaiting_batch]:
+            other.reading()
         try:
             while True:
-                if self._pending is not None and number == self._passes:
-                    batches = self._open()
-                batch = next(batches, end)
+                if one is self._at and (self._pending is not None or self._stale is one):
+                    vars(one).update(vars(self._open()))
+                batch = self._next(one, end)
                 if batch is end:
+                    one.finished = True
                     return
-                if number == self._passes and self._consumed is not None:
-                    self._consumed += 1
+                self._took(one, batch)
                 yield batch
         finally:
             # Also when the training loop has dropped it: nobody will continue it.
-            if number == self._passes:
-                self._consumed = None
+            self._over(one)
 
-    def _open(self) -> Iterator[Any]:
+    def _next(self, one: Pass, end: object) -> Any:
+        draws = isinstance(one.trace, ItemTrace) or one.own is not None
+        return next(one.batches, end) if draws else self._draws.next(one.batches, end)
+
+    def _took(self, one: Pass, batch: Any) -> None:
+        newer = self._at
+        if newer is not one and newer in self._live and newer is not None and newer.consumed:
+            self._twice = (one, newer)
+        self._at = one
+        one.consumed += 1
+        self._given += 1
+        Clock.read = one.read_in = Clock.ended
+        one.thread = threading.get_ident()
+        if one.trace is not None:
+            one.trace.took(batch)
+
+    def _over(self, one: Pass) -> None:
+        self._live.remove(one)
+        self._ended = True
+        if one.finished:
+            Clock.finished = Clock.ended
+        if one is not self._at:
+            return
+        # One that was read for something else within an iteration leaves the other where it was.
+        back = [p for p in self._live if p.read_in == one.began_in == Clock.ended]
+        self._at = back[-1] if back else None
+        if self._was_a_look(one) and not back:
+            place = one.restored
+            logger.warning(
+                "%s: a pass that continued behind batch %d was left before the first save: the "
+                "next one continues there. Read before load() what is not trained on",
+                *(self._name(), one.consumed - 1),
+            )
+            self._pending = place
+
+    def _was_a_look(self, one: Pass) -> bool:
+        """True for a restored pass that gave one batch, and was left before the first save."""
+        looked = one.restored is not None and one.consumed - one.restored["consumed"] == 1
+        in_time = Clock.runs and one.began_in == Clock.ended
+        # A zip() leaves a loader where another one ends.
+        return looked and in_time and Clock.finished < Clock.ended and not self._is_finished(one)
+
+    def _is_finished(self, one: Pass) -> bool:
+        try:
+            return bool(one.consumed >= len(self.loader))
+        except TypeError:  # nobody knows how many there are
+            return False
+
+    def _open(self) -> Pass:
+        self._stale = None
+        self._draws.begin()
         if self._pending is None:
-            self._begun, self._consumed = self._moment(), 0
-            return iter(self.loader)
-        pending, self._pending = self._pending, None
-        self._begun, self._consumed = pending["begun"], pending["consumed"]
-        self._epochs.resume(self._begun["epochs"])
+            begun = self._moment()
+            batches, trace = self._fresh()
+            return Pass(begun, batches, trace, began_in=Clock.ended)
+        place, self._pending = self._pending, None
+        self._epochs.resume(place["begun"]["epochs"])
         now = RngState().state_dict()
         try:
-            RngState().load_state_dict(self._begun["generators"])
-            return self._rest(pending)
+            return self._replayed(place)
         finally:
             RngState().load_state_dict(now)
 
+    def _replayed(self, place: dict[str, Any]) -> Pass:
+        """The pass at ``place``, by the first of the ways in which what is skipped is right."""
+        consumed = place["consumed"]
+        for way in self._ways(place):
+            RngState().load_state_dict(place["begun"]["generators"])
+            found = way()
+            if found is not None:
+                found.consumed, found.restored, found.began_in = consumed, place, Clock.ended
+                return found
+        raise LayoutMismatchError(
+            f"{self._name()}: the first {consumed} batches of its pass are others than before the "
+            f"restart{self._resized(place)}. Have the same data set and sampler as then; an order "
+            "by chance has to come from generators or counters that are attributes of them"
+        )
+
+    def _ways(self, place: dict[str, Any]) -> list[Callable[[], Pass | None]]:
+        """Ways to the rest of a pass, the cheapest first."""
+        ways = [self._skipping, self._reading] if self._can_skip() else [self._reading]
+        if place["begun"]["own"].get("stateful"):
+            return [lambda w=w, a=a: w(place, a) for a in (False, True) for w in ways]  # type: ignore[misc]
+        return [lambda w=w: w(place, False) for w in ways]  # type: ignore[misc]
+
+    def _skipping(self, place: dict[str, Any], afresh: bool) -> Pass | None:
+        raise NotImplementedError
+
+    def _reading(self, place: dict[str, Any], afresh: bool) -> Pass | None:
+        """Read the batches that were used, and drop them."""
+        self._own.set(place["begun"]["own"], afresh=afresh)
+        batches, trace = self._fresh(place)
+        read(batches, place["consumed"], trace)
+        return Pass(place["begun"], batches, trace) if is_right(trace, place["trace"]) else None
+
+    def _can_skip(self) -> bool:
+        return False
+
+    def _fresh(self, place: dict[str, Any] | None = None) -> tuple[Iterator[Any], Any]:
+        """A pass of the loader from its begin, and its trace; of ``place`` if it is replayed."""
+        if place is not None:
+            new_workers(self.loader, True)
+        return iter(self.loader), BatchTrace()
+
     def state_dict(self) -> dict[str, Any]:
-        """See ResumableLoader."""
+        """See ResumableLoader; ConfigError where batches are read in a way that cannot repeat."""
         if self._pending is not None:
             return self._pending
-        begun = self._moment() if self._consumed is None else self._begun
-        return {"begun": begun, "consumed": self._consumed, "now": self.now()}
+        if problem := self._problem():
+            raise ConfigError(f"{self._name()}: {problem}")
+        state = {
+            "now": self._own.now(),
+            "pace": self._pace.state_dict(),
+            "size": self._size(),
+            "first_epochs": self._first_epochs,
+        }
+        if (one := self._at) is None:
+            return {"begun": self._moment(), "consumed": None, "trace": None, **state}
+        trace = None if one.trace is None else one.trace.value
+        return {"begun": one.begun, "consumed": one.consumed, "trace": trace, **state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See ResumableLoader; LayoutMismatchError if ranks of another number cannot share it."""
+        if "trace" not in state:
+            raise LayoutMismatchError(f"{self._name()} was written by another release")
         if SHARED_ANEW in state:
             state = self._shared_anew(state, *state[SHARED_ANEW])
-        if state["consumed"] is None and not self.own_state:
-            self._epochs.set(state["begun"]["epochs"])
-            self.set_now(state["now"])
+        self._pace.load_state_dict(state["pace"])
+        self._given, self._first_epochs = 0, state["first_epochs"]
+        if state["consumed"] is None:
+            self._between(state)
         else:
-            self._pending = {**state, "consumed": state["consumed"] or 0}
+            self._pending = {**state}
+
+    def _between(self, state: Mapping[str, Any]) -> None:
+        self._epochs.set(state["begun"]["epochs"])
+        self._own.set(state["begun"]["own"], between=True)
+        self._stale = self._at
+
+    def iteration_ended(self) -> None:
+        """The training thread ends an iteration; ``Clock`` has counted it."""
+        self._pace.iteration_ended(self._given, whole=not self._ended)
+        self._spans |= bool(self._given) and self._at is not None
+        self._given, self._ended = 0, False
+
+    def _problem(self) -> str:
+        """The reason why no count can say what training has used, '' if there is none."""
+        if problem := self._own.problem() or self._worker_problem():
+            return problem
+        one, twice = self._at, self._twice
+        if self._is_in_cycle():
+            return f"itertools.cycle keeps the batches of the first pass: {ENDLESS}"
+        if twice is not None and all(each in self._live for each in twice):
+            return "two iterators read it in turn: wrap a DataLoader for each of them"
+        if one is None and self._passes and Clock.ended > Clock.read + 1:
+            unread = f"its pass is over, and no loader was read in this iteration: {ENDLESS}"
+            if self._spans:
+                return unread
+            self._warn_once(f"{self._name()}: {unread}, if training uses its batches")
+        if one is not None and one.thread not in (None, Clock.thread) and Clock.thread is not None:
+            return (
+                "another thread reads it, ahead of training: read it where you train; num_workers "
+                "and prefetch_factor have workers read ahead"
+            )
+        if self._pace.ahead:
+            return (
+                f"the first iteration read {self._pace.ahead} batches more than later ones: read a "
+                "batch in the iteration that uses it, and call save() in each; num_workers and "
+                "prefetch_factor have workers read ahead"
+            )
+        if self._draws.mixed:
+            return (
+                "reading it draws from the generators of the process, and so does training in "
+                "between: have its sampler or data set draw from a generator of its own, which is "
+                "an attribute"
+            )
+        return ""
+
+    def _is_in_cycle(self) -> bool:
+        if Clock.ended and self._iterators:
+            self._in_cycle |= in_cycle(self._iterators)
+            self._iterators.clear()
+        return self._in_cycle
+
+    def _warn_once(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning("%s", text)
+
+    def _worker_problem(self) -> str:
+        loader = self.loader
+        if not workers_of(loader):
+            return ""
+        if not getattr(loader, "in_order", True):
+            return "in_order=False gives batches as workers finish them: set it to True"
+        stays = getattr(loader, "persistent_workers", False)
+        if stays and (self._own_draws_in_workers() or self._workers_are_behind()):
+            return (
+                "persistent workers keep the data set of the first pass, its generators and its "
+                "epoch: set persistent_workers=False"
+            )
+        return ""
+
+    def _own_draws_in_workers(self) -> bool:
+        """True if workers draw from generators of the data set, which skipping leaves behind."""
+        return bool(workers_of(self.loader)) and self._own.draws_in(("dataset", "collate_fn"))
+
+    def _workers_are_behind(self) -> bool:
+        """True if a data set has another epoch than when workers got it."""
+        samplers = samplers_of(self.loader)
+        for one, first, now in self._epochs.since(self._first_epochs):
+            if first != now and all(one is not sampler for sampler in samplers):
+                return True
+        return False
 
     def _shared_anew(self, state: Mapping[str, Any], now: int, before: int) -> dict[str, Any]:
         """The position of ranks that read ``now`` batches where the old ones read ``before``."""
         kept = {key: value for key, value in state.items() if key != SHARED_ANEW}
         if now == before or kept["consumed"] is None:
             return kept
-        if not any(isinstance(owner, DistributedSampler) for owner in self._generator_owners):
+        if not any(isinstance(one, DistributedSampler) for one in samplers_of(self.loader)):
             raise LayoutMismatchError(
                 f"the position of a {type(self.loader).__name__} cannot be shared by another "
                 "number of ranks, because no DistributedSampler deals out its samples: give "
@@ -129,7 +368,8 @@ class LoaderPosition:
             logger.warning(
                 "the step crossed an epoch: up to %d batches a rank are read a second time", now
             )
-        return {**kept, "consumed": consumed}
+        # Each rank has other samples now.
+        return {**kept, "consumed": consumed, "trace": None, "pace": []}
 
     def _moment(self) -> dict[str, Any]:
         """All that decides the order of a pass that begins now."""
@@ -137,7 +377,7 @@ class LoaderPosition:
             "generators": RngState().state_dict(),
             "epochs": self._epochs.current(),
             "first": self._passes <= 1,
-            "own": None if self.own_state else self.now(),
+            "own": self._own.moment(),
         }
 
     def _next_was_asked_for(self, pending: Mapping[str, Any]) -> bool:
@@ -148,26 +388,19 @@ class LoaderPosition:
             ended = False
         return ended and self._epochs.asks_for_next(pending["begun"]["epochs"])
 
-    def now(self) -> Any:
-        """States of the loader's own generators, on which later passes depend."""
-        return [generator.get_state() for generator in self._own_generators()]
+    def _size(self) -> Any:
+        sampler = getattr(self.loader, "batch_sampler", None)
+        size = getattr(self.loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+        return size if isinstance(size, int) else None
 
-    def set_now(self, now: Any) -> None:
-        """Set what ``now`` gave."""
-        for generator, state in zip(self._own_generators(), now, strict=True):
-            generator.set_state(state)
+    def _resized(self, place: Mapping[str, Any]) -> str:
+        before, now = place.get("size"), self._size()
+        return f" (batches of {before} then, of {now} now)" if before != now else ""
 
-    def _own_generators(self) -> list[torch.Generator]:
-        found = _distinct(getattr(owner, "generator", None) for owner in self._generator_owners)
-        return [generator for generator in found if isinstance(generator, torch.Generator)]
-
-    def _rest(self, place: Mapping[str, Any]) -> Iterator[Any]:
-        """The rest of the pass at ``place``; the process's generators are those at its begin."""
-        self.set_now(place["begun"]["own"])
-        return self._skip(place["consumed"], place["begun"]["first"])
-
-    def _skip(self, consumed: int, first_pass: bool) -> Iterator[Any]:
-        return dropped(iter(self.loader), consumed)
+    def _name(self) -> str:
+        dataset = getattr(self.loader, "dataset", None)
+        of = "" if dataset is None else f" of {type(dataset).__name__}"
+        return f"the position of {type(self.loader).__name__}{of}"
 
 
 class SamplerPosition(LoaderPosition):
@@ -175,164 +408,43 @@ class SamplerPosition(LoaderPosition):
 
     def __init__(self, loader: Any, name: str, items: int) -> None:
         super().__init__(loader)
-        self._name, self._items = name, items
+        self._attribute, self._items = name, items
+        known = (type(one).__module__.partition(".")[0] for one in samplers_of(loader))
+        draws = None if {*known} <= {"torch", "deepspeed"} else self._draws
+        self._sampler = TracedSampler(vars(loader)[name], items, draws)
 
-    def _skip(self, consumed: int, first_pass: bool) -> Iterator[Any]:
-        with skipping(self.loader, self._name, consumed * self._items, first_pass) as sampler:
-            # As before: torch draws a seed for workers, and then the sampler its order.
-            batches: Iterator[Any] = iter(self.loader)
-            sampler.advance()
-            return batches
+    def _can_skip(self) -> bool:
+        return not self._own_draws_in_workers()
 
+    def _fresh(self, place: dict[str, Any] | None = None) -> tuple[Iterator[Any], Any]:
+        trace = self._sampler.begin()
+        return self._iterator(place), trace
 
-class OwnPosition(LoaderPosition):
-    """A loader with ``state_dict`` and ``load_state_dict``, as torchdata's StatefulDataLoader."""
+    def _iterator(self, place: dict[str, Any] | None) -> Iterator[Any]:
+        first = place is not None and place["begun"]["first"]
+        changed = {} if place is None else new_workers(self.loader, first)
+        with tracing(self.loader, self._attribute, self._sampler, **changed):
+            return iter(self.loader)
 
-    own_state = True
-
-    def now(self) -> Any:
-        """The loader's own state."""
-        return self.loader.state_dict()
-
-    def set_now(self, now: Any) -> None:
-        """Hand it back; the next pass continues there."""
-        self.loader.load_state_dict(now)
-
-    def _rest(self, place: Mapping[str, Any]) -> Iterator[Any]:
-        self.set_now(place["now"])
-        return iter(self.loader)
-
-
-@contextmanager
-def skipping(loader: Any, name: str, items: int, first_pass: bool) -> Iterator[SkippingSampler]:
-    """Make a loader's sampler, its attribute ``name``, drop so many items in a pass that begins
-    inside the block."""
-    # Not setattr: DataLoader guards against changes while an iterator is under way.
-    attributes = vars(loader)
-    sampler = SkippingSampler(attributes[name], items)
-    changed: dict[str, Any] = {name: sampler}
-    if attributes.get("persistent_workers"):
-        attributes["_iterator"] = None
-        if not first_pass:  # it reused workers, and drew no seed for them
-            changed["generator"] = torch.Generator()
-    before = {key: attributes[key] for key in changed}
-    attributes.update(changed)
-    try:
-        yield sampler
-    finally:
-        attributes.update(before)
+    def _skipping(self, place: dict[str, Any], afresh: bool) -> Pass | None:
+        self._own.set(place["begun"]["own"], afresh=afresh)
+        trace = self._sampler.begin(place["consumed"] * self._items)
+        batches = self._iterator(place)
+        # As before: torch draws a seed for workers, and then the sampler its order.
+        trace.advance()
+        if not workers_of(self.loader):
+            # Skipped samples were not read, and draws of the data set were left out.
+            self._own.set(place["now"])
+        return Pass(place["begun"], batches, trace) if is_right(trace, place["trace"]) else None
 
 
-def sampler_name(loader: Any) -> str:
-    """The attribute of torch's DataLoader that gives an item for each batch, '' if none does."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return ""
-    return "sampler" if loader.batch_sampler is None else "batch_sampler"
+def read(batches: Iterator[Any], count: int, trace: Any) -> None:
+    """Read so many batches, for their trace alone."""
+    for batch in islice(batches, count):
+        if trace is not None:
+            trace.took(batch)
 
 
-def position_of(loader: Any) -> LoaderPosition:
-    """The position of a loader, by what the loader is."""
-    deepspeed = sys.modules.get("deepspeed.runtime.dataloader")
-    if deepspeed is not None and isinstance(loader, deepspeed.DeepSpeedDataLoader):
-        return SamplerPosition(loader, "data_sampler", loader.batch_size)
-    # Accelerate's loaders always have the methods, but they work only if this says so.
-    calls = [getattr(loader, name, None) for name in ("state_dict", "load_state_dict")]
-    if all(map(callable, calls)) and getattr(loader, "use_stateful_dataloader", True):
-        return OwnPosition(loader)
-    own_iteration = type(loader).__iter__ is not DataLoader.__iter__
-    if not own_iteration and (name := sampler_name(loader)):
-        return SamplerPosition(loader, name, 1)
-    return LoaderPosition(loader)
-
-
-class EpochNumbers:
-    """The epochs of samplers that have ``set_epoch``, seen through the script's own counting.
-
-    After a restore a script may begin again at its first number.  So the difference between
-    its number and the true one is kept, and added to its later numbers.
-    """
-
-    def __init__(self, samplers: Sequence[Any]) -> None:
-        self._samplers = [s for s in samplers if hasattr(s, "set_epoch") and hasattr(s, "epoch")]
-        self._said = self.current()
-        self._offset = [0] * len(self._samplers)
-        for index, sampler in enumerate(self._samplers):
-            sampler.set_epoch = self._listening(index, sampler.set_epoch)
-
-    def _listening(self, index: int, original: Callable[[int], None]) -> Callable[[int], None]:
-        def set_epoch(epoch: int) -> None:
-            self._said[index] = epoch
-            original(epoch + self._offset[index])
-
-        return set_epoch
-
-    def current(self) -> list[int]:
-        """The true epochs."""
-        return [sampler.epoch for sampler in self._samplers]
-
-    def set(self, epochs: Sequence[int]) -> None:
-        """Put the samplers at these, until the script sets others."""
-        for sampler, epoch in zip(self._samplers, epochs, strict=True):
-            sampler.epoch = epoch
-
-    def resume(self, epochs: Sequence[int]) -> None:
-        """Continue in these epochs, whatever number the script has for them."""
-        self._offset = [epoch - said for epoch, said in zip(epochs, self._said, strict=True)]
-        self.set(epochs)
-
-    def asks_for_next(self, epochs: Sequence[int]) -> bool:
-        """True if the script has set the numbers that follow these."""
-        return bool(epochs) and self._said == [epoch + 1 for epoch in epochs]
-
-
-class SkippingSampler:
-    """A sampler whose first pass drops ``skipped`` items; ``advance`` does so before it is read."""
-
-    def __init__(self, sampler: Any, skipped: int) -> None:
-        self._sampler, self._skipped = sampler, skipped
-        self._rest: Iterator[Any] | None = None
-        self._is_read = False
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._sampler) if self._is_read else self._remaining()
-
-    def advance(self) -> None:
-        """Begin the pass, unless workers have asked for its first items already."""
-        if self._rest is None:
-            self._rest = dropped(iter(self._sampler), self._skipped)
-
-    def _remaining(self) -> Iterator[Any]:
-        # Not this object: torch's BatchSampler asks an iterator for itself at every batch.
-        self.advance()
-        self._is_read = True
-        yield from self._rest or ()
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        # Accelerate's loader sets the epoch of its sampler as a pass begins.
-        return getattr(vars(self)["_sampler"], name)
-
-
-def dropped(items: Iterator[Any], count: int) -> Iterator[Any]:
-    """The iterator, without its first items."""
-    next(islice(items, count, count), None)
-    return items
-
-
-def samplers_of(loader: Any) -> list[Any]:
-    """All samplers of a loader, and those in them, from the outermost on."""
-    found: list[Any] = []
-    left = [loader]
-    while left:
-        names = ("data_sampler", "sampler", "batch_sampler")
-        inner = _distinct(getattr(one, name, None) for one in left for name in names)
-        left = [one for one in inner if all(one is not other for other in found)]
-        found += left
-    return found
-
-
-def _distinct(objects: Iterable[Any]) -> list[Any]:
-    """The objects but None, each once."""
-    return list({id(one): one for one in objects if one is not None}.values())
+def is_right(trace: Any, right: int | None) -> bool:
+    """True if a pass that was replayed has this trace, or if nobody knows."""
+    return trace is None or right is None or trace.value == right

@@ -26,12 +26,14 @@ from megatron_ft.core.identity import shard_id as make_shard_id
 from megatron_ft.core.shard import ShardLayout
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.client import ReshapeOffer, RestoreOffer, TrainerClient
+from megatron_ft.trainer import resumable_loader
 from megatron_ft.trainer.calls import RECORDER
 from megatron_ft.trainer.capture import Capture
 from megatron_ft.trainer.copier import Copier
 from megatron_ft.trainer.engine import choose_copier, required_bytes
 from megatron_ft.trainer.fences import Fences
 from megatron_ft.trainer.heartbeats import TrainerWatch
+from megatron_ft.trainer.loader_position import Clock
 from megatron_ft.trainer.mapping import State, StateAdapter
 from megatron_ft.trainer.pending_restore import PendingRestore
 from megatron_ft.trainer.plan import check_replicas, plan_state
@@ -232,6 +234,7 @@ class SnapshotManager:
         A snapshot of another layout is reshaped first: the call waits for all ranks, and raises
         what ``prepare`` can raise.
         """
+        Clock.runs = True
         offer = self._pending.get()
         self._reached = 0 if offer is None else offer.iteration
         if offer is None:
@@ -304,6 +307,7 @@ class SnapshotManager:
         """
         if not self._saved:
             iteration = iteration_number(iteration)
+        resumable_loader.iteration_ended()
         if not self._capture.is_open:
             self.prepare(state)
         self._saved = True

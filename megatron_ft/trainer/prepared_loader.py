@@ -9,12 +9,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_ft.trainer import resumable_loader
-from megatron_ft.trainer.loader_position import (
-    EpochNumbers,
-    LoaderPosition,
+from megatron_ft.trainer.loader_position import LoaderPosition, Pass, is_right
+from megatron_ft.trainer.loader_trace import (
+    BatchTrace,
+    TracedSampler,
     dropped,
+    new_workers,
     sampler_name,
-    skipping,
+    tracing,
 )
 from megatron_ft.trainer.state import drawn
 
@@ -53,29 +55,66 @@ class PreparedPosition(LoaderPosition):
 
     def __init__(self, loader: _AsPrepared) -> None:
         super().__init__(loader)
-        self._epochs, self.draws = EpochNumbers([loader]), False
+        self.draws = False
+        self._base = loader.base_dataloader
+        reads_all = loader.dispatches or loader.use_stateful_dataloader
+        self._attribute = "" if reads_all else sampler_name(self._base)
+        if self._attribute:
+            self._sampler = TracedSampler(vars(self._base)[self._attribute], 1, None)
+
+    def _numbered(self) -> list[Any]:
+        return [self.loader]
 
     @property
     def is_read(self) -> bool:
         """True in the middle of a pass."""
         return self._consumed is not None
 
-    def _batches(self, number: int, batches: Iterator[Any]) -> Iterator[Any]:
+    def _batches(self, one: Pass) -> Iterator[Any]:
         """Record whether making a batch draws random numbers, but for a pass's first batch."""
-        inner, end, before = super()._batches(number, batches), object(), None
+        inner, end, before = super()._batches(one), object(), None
         while (batch := next(inner, end)) is not end:
             self.draws |= before is not None and before != drawn()
             yield batch
             before = drawn()
 
-    def _skip(self, consumed: int, first_pass: bool) -> Iterator[Any]:
+    def _fresh(self, place: dict[str, Any] | None = None) -> tuple[Iterator[Any], Any]:
+        if place is not None:
+            new_workers(self._base, True)
+        return iter(self.loader), None if self._attribute else BatchTrace()
+
+    def _next(self, one: Pass, end: object) -> Any:
+        if one.trace is not None:
+            return next(one.batches, end)
+        # The loader makes its iterator as it gives its first batch.
+        one.trace = self._sampler.begin()
+        with tracing(self._base, self._attribute, self._sampler):
+            return next(one.batches, end)
+
+    def _can_skip(self) -> bool:
+        # The loader reads a batch ahead: with generators of a data set as they were before it.
+        return bool(self._attribute) and not self._own.draws_in(("dataset", "collate_fn"))
+
+    def _skipping(self, place: dict[str, Any], afresh: bool) -> Pass | None:
         """Skip in the sampler, but for the last used batch: the loader reads one ahead."""
-        loader, base = self.loader, self.loader.base_dataloader
-        reads_all = loader.dispatches or loader.use_stateful_dataloader or not consumed
-        if not (name := "" if reads_all else sampler_name(base)):
-            return super()._skip(consumed, first_pass)
-        with skipping(base, name, consumed - 1, first_pass):
-            return dropped(iter(self.loader), 1)
+        if not place["consumed"]:
+            return self._reading(place, afresh)
+        self._own.set(place["begun"]["own"], afresh=afresh)
+        trace = self._sampler.begin(place["consumed"] - 1)
+        changed = new_workers(self._base, place["begun"]["first"])
+        with tracing(self._base, self._attribute, self._sampler, **changed):
+            batches = dropped(iter(self.loader), 1)
+        trace.took(None)
+        return Pass(place["begun"], batches, trace) if is_right(trace, place["trace"]) else None
+
+    def _reading(self, place: dict[str, Any], afresh: bool) -> Pass | None:
+        self._own.set(place["begun"]["own"], afresh=afresh)
+        one, end = Pass(place["begun"], *self._fresh(place)), object()
+        for _ in range(place["consumed"]):
+            if (batch := self._next(one, end)) is end or one.trace is None:
+                break
+            one.trace.took(batch)
+        return one if is_right(one.trace, place["trace"]) else None
 
     def state_dict(self) -> dict[str, Any]:
         """The place, and whether the last batch was read: only Accelerate knows it of a stream."""
@@ -87,7 +126,8 @@ class PreparedPosition(LoaderPosition):
         if self._pending is not None and state["ended"]:
             self._pending = None
             self.loader.epoch = state["begun"]["epochs"][0] + 1
-            self.set_now(state["now"])
+            self._own.set(state["now"], between=True)
+            self._stale = self._at
 
 
 def watch(loader: Any) -> PreparedPosition:

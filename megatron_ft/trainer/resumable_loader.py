@@ -6,12 +6,18 @@ Batches that were handed out count, not those that workers have read ahead; see 
 from __future__ import annotations
 
 import itertools
+import sys
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.trainer.loader_position import LoaderPosition, position_of
+from megatron_ft.trainer.loader_position import Clock, LoaderPosition, SamplerPosition
+from megatron_ft.trainer.loader_trace import sampler_name
+from megatron_ft.trainer.own_position import OwnPosition
 from megatron_ft.trainer.teardown import on_teardown
 
 
@@ -70,6 +76,22 @@ class ResumableLoader:
         self._position.load_state_dict(state)
 
 
+def position_of(loader: Any) -> LoaderPosition:
+    """The position of a loader, by what the loader is."""
+    deepspeed = sys.modules.get("deepspeed.runtime.dataloader")
+    if deepspeed is not None and isinstance(loader, deepspeed.DeepSpeedDataLoader):
+        items = 1 if loader.curriculum_learning_enabled else loader.batch_size
+        return SamplerPosition(loader, "data_sampler", items)
+    # Accelerate's loaders always have the methods, but they work only if this says so.
+    calls = [getattr(loader, name, None) for name in ("state_dict", "load_state_dict")]
+    if all(map(callable, calls)) and getattr(loader, "use_stateful_dataloader", True):
+        return OwnPosition(loader)
+    own_iteration = type(loader).__iter__ is not DataLoader.__iter__
+    if not own_iteration and (name := sampler_name(loader)):
+        return SamplerPosition(loader, name, 1)
+    return LoaderPosition(loader)
+
+
 _positions: weakref.WeakValueDictionary[str, LoaderPosition] = weakref.WeakValueDictionary()
 _waiting: dict[str, Mapping[str, Any]] = {}
 _numbers = itertools.count()
@@ -99,9 +121,18 @@ def set_positions(state: Mapping[str, Any]) -> None:
             position.load_state_dict(_waiting.pop(name))
 
 
+def iteration_ended() -> None:
+    """The training thread ends an iteration: loaders count their batches by it."""
+    Clock.ended, Clock.thread = Clock.ended + 1, threading.get_ident()
+    for position in [*_positions.values()]:
+        position.iteration_ended()
+
+
 def _forget() -> None:
-    """Number loaders anew, as a new process does."""
+    """Number loaders and iterations anew, as a new process does."""
     global _numbers
+    Clock.runs, Clock.ended, Clock.thread = False, 0, None
+    Clock.read = Clock.finished = -1
     _positions.clear()
     _waiting.clear()
     _numbers = itertools.count()

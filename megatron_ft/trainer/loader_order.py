@@ -1,0 +1,409 @@
+"""What decides the order of a pass over the data, beside the process's generators.
+
+A loader, its samplers and its data set may own generators, count their passes, or have a
+``state_dict``.  All of it is read when a pass begins, and set again before the pass is repeated.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import re
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from megatron_ft.core.errors import LayoutMismatchError
+from megatron_ft.core.objects import PLAIN
+
+MOST_OBJECTS, MOST_DEPTH, MOST_ITEMS = 4000, 8, 64
+"""Limits of the search for state: objects, attributes of attributes, items of a container."""
+
+SMALL_ITEMS = 4096
+"""A list or array of a sampler up to this length is kept where passes change it."""
+
+_GENERATORS = (
+    *(torch.Generator, random.Random, np.random.Generator, np.random.RandomState),
+    *(np.random.BitGenerator, np.random.SeedSequence),
+)
+_LEAVES = (
+    *(*PLAIN, torch.Tensor, torch.nn.Module, np.ndarray, types.ModuleType, type),
+    *(np.generic, types.BuiltinFunctionType),
+)
+_LIBRARIES = frozenset({"accelerate", "builtins", "datasets", "deepspeed", "numpy", "torch"})
+
+
+class OwnState:
+    """The state of all that a loader is made of: generators, counters, ``state_dict``."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._found = _Found(loader)
+        self._initial = self._newest = self._found.attributes(long=True)
+        self._fresh = self._found.stateful()
+
+    def moment(self) -> dict[str, Any]:
+        """All of it, as a pass begins or between passes."""
+        self._found = _Found(self._loader)
+        self._newest = self._found.attributes(long=True)
+        return {
+            "generators": self._found.states(),
+            "attributes": self._moved(self._newest),
+            "stateful": self._found.stateful(),
+        }
+
+    def now(self) -> dict[str, Any]:
+        """What may have changed within the pass: generators and plain attributes."""
+        attributes = self._moved(self._found.attributes())
+        return {"generators": self._found.states(), "attributes": attributes}
+
+    def set(self, state: Mapping[str, Any], *, afresh: bool = False, between: bool = False) -> None:
+        """Set what ``moment`` or ``now`` gave.
+
+        ``afresh``: objects with a ``state_dict`` are as they were made instead.  ``between``: no
+        pass is under way; a data set's own position would be the end of the last one.
+        """
+        found = _Found(self._loader)
+        stateful = self._fresh if afresh else state.get("stateful", {})
+        for path, value in stateful.items():
+            if path in found.holders and not (between and "dataset" in path.split(".")):
+                found.holders[path].load_state_dict(copy.deepcopy(value))
+        for path, value in state["attributes"].items():
+            found.set_attribute(path, value)
+        for path, value in state["generators"].items():
+            if path not in found.generators:
+                raise LayoutMismatchError(
+                    f"the snapshot holds the generator {path} of a data loader, which this process "
+                    "does not have: make it before the loader, and under the same name"
+                )
+            _set_generator(found.generators[path], value)
+
+    def draws_in(self, parts: Sequence[str]) -> bool:
+        """True if one of the loader's ``parts``, such as "dataset", owns a generator."""
+        paths = (re.split(r"[.:\[]", path) for path in self._found.generators)
+        return any(part in path for path in paths for part in parts)
+
+    def problem(self) -> str:
+        """The reason why a pass cannot be repeated, '' if none is known."""
+        for path, one in self._found.generators.items():
+            if isinstance(one, random.SystemRandom):
+                return f"{path} draws from the operating system, which draws nothing twice"
+        for path, value in self._newest.items():
+            if isinstance(value, _Long) and value != self._initial.get(path):
+                return (
+                    f"passes change {path}, which is too long to be kept: draw the order anew in "
+                    "each pass, from a generator or a seed"
+                )
+        return ""
+
+    def _moved(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+        """The attributes that are not as they were when the loader was made."""
+        missing = object()
+        return {
+            path: value
+            for path, value in attributes.items()
+            if not isinstance(value, _Long) and not _equal(self._initial.get(path, missing), value)
+        }
+
+
+class _Long(int):
+    """A hash in the place of a long list or array."""
+
+
+class _Found:
+    """The generators, and the samplers and data sets of the user's own, below a loader."""
+
+    def __init__(self, loader: Any) -> None:
+        self.generators: dict[str, Any] = {}
+        self.holders: dict[str, Any] = {}
+        self._counting: dict[str, Any] = {}
+        shared = (random._inst, np.random.mtrand._rand, torch.default_generator)
+        for path, one in _below(loader):
+            if isinstance(one, _GENERATORS):
+                if all(one is not other for other in shared):
+                    self.generators[path] = one
+            elif one is not loader and _is_stateful(one):
+                self.holders[path] = one
+            if _is_counting(one):
+                self._counting[path] = one
+
+    def states(self) -> dict[str, Any]:
+        """The states of the generators by path."""
+        return {
+            path: _generator_state(one)
+            for path, one in self.generators.items()
+            if not isinstance(one, random.SystemRandom)
+        }
+
+    def stateful(self) -> dict[str, Any]:
+        """Copies of what ``state_dict`` gives, by path."""
+        return {path: copy.deepcopy(one.state_dict()) for path, one in self.holders.items()}
+
+    def attributes(self, *, long: bool = False) -> dict[str, Any]:
+        """Plain values of samplers and data sets by path; with ``long``, lists and arrays too."""
+        found = {}
+        for path, one in self._counting.items():
+            bulky = (
+                long and hasattr(type(one), "__iter__") and not hasattr(type(one), "__getitem__")
+            )
+            numbered = hasattr(one, "set_epoch")
+            for name, value in vars(one).items():
+                if numbered and "epoch" in name:
+                    continue
+                if type(value) in PLAIN:
+                    found[f"{path}.{name}"] = value
+                elif bulky and isinstance(value, list | np.ndarray | torch.Tensor):
+                    if (kept := _bulk(value)) is not None:
+                        found[f"{path}.{name}"] = kept
+        return found
+
+    def set_attribute(self, path: str, value: Any) -> None:
+        """Set one that ``attributes`` gave; containers in place."""
+        owner, _, name = path.rpartition(".")
+        attributes = vars(self._counting[owner]) if owner in self._counting else {}
+        old = attributes.get(name)
+        if isinstance(old, list) and isinstance(value, list):
+            old[:] = value
+        elif isinstance(old, np.ndarray | torch.Tensor) and old.shape == value.shape:
+            old[...] = value
+        elif attributes:
+            attributes[name] = value
+
+
+def _below(loader: Any) -> Iterator[tuple[str, Any]]:
+    """All objects below a loader with a path to each, the nearest first."""
+    seen: dict[int, Any] = {}
+    left: deque[tuple[str, Any, int]] = deque([(type(loader).__name__, loader, 0)])
+    while left and len(seen) < MOST_OBJECTS:
+        path, one, depth = left.popleft()
+        if id(one) in seen or isinstance(one, _LEAVES):
+            continue
+        if hasattr(type(one), "__next__") and one is not loader:
+            continue  # an iterator under way
+        seen[id(one)] = one  # keeps it, and so its id
+        yield path, one
+        # Accelerate's seedable sampler makes and seeds a generator of its own in every pass.
+        # A stream of Hugging Face copies its generator in every pass.
+        leaf = isinstance(one, _GENERATORS) or type(one).__module__ == "datasets.iterable_dataset"
+        if depth < MOST_DEPTH and not leaf:
+            named = [*_parts(one)]
+            if hasattr(one, "initial_seed"):
+                named = [(n, part) for n, part in named if n != ".generator"]
+            left.extend((f"{path}{name}", part, depth + 1) for name, part in named)
+
+
+def _parts(one: Any) -> Iterable[tuple[str, Any]]:
+    """What an object holds, with the end of its path."""
+    if isinstance(one, types.FunctionType):
+        return _of_function(one)
+    if isinstance(one, types.MethodType):
+        return ((".__self__", one.__self__), *_of_function(one.__func__))
+    if isinstance(one, functools.partial):
+        return ((".func", one.func), (".args", one.args), (".keywords", one.keywords))
+    held: list[tuple[str, Any]] = []
+    if isinstance(one, Mapping | list | tuple | set | frozenset | deque):
+        items = one.items() if isinstance(one, Mapping) else enumerate(one)
+        held = [(f"[{key!r}]", v) for key, v in items] if len(one) <= MOST_ITEMS else []
+    held += [(f".{name}", value) for name, value in getattr(one, "__dict__", {}).items()]
+    slots = (s for c in type(one).__mro__ for s in _names(vars(c).get("__slots__", ())))
+    held += [(f".{slot}", getattr(one, slot)) for slot in slots if hasattr(one, slot)]
+    for kind in type(one).__mro__:
+        if kind.__module__.partition(".")[0] not in _LIBRARIES:
+            for value in vars(kind).values():
+                if isinstance(value, types.FunctionType):
+                    held += _of_function(value)
+                elif isinstance(value, _GENERATORS):
+                    held.append((f".{kind.__name__}.generator", value))
+    return held
+
+
+def _names(slots: Any) -> Sequence[str]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _of_function(function: Any) -> list[tuple[str, Any]]:
+    """What a function has closed over, and the generators among the global names that it uses."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return []
+    found = []
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            found.append((f".{name}", cell.cell_contents))
+        except ValueError:  # not assigned yet
+            continue
+    found += [(f".default{i}", value) for i, value in enumerate(function.__defaults__ or ())]
+    used = ((name, function.__globals__.get(name)) for name in code.co_names)
+    return found + [(f"::{name}", v) for name, v in used if isinstance(v, _GENERATORS)]
+
+
+def _is_stateful(one: Any) -> bool:
+    calls = (getattr(type(one), name, None) for name in ("state_dict", "load_state_dict"))
+    iterates = hasattr(type(one), "__iter__") or hasattr(type(one), "__getitem__")
+    return iterates and all(map(callable, calls)) and not isinstance(one, DataLoader)
+
+
+def _is_counting(one: Any) -> bool:
+    """True for the user's own samplers and data sets, which may count their passes."""
+    kind = type(one)
+    own = kind.__module__.partition(".")[0] not in _LIBRARIES
+    return (
+        own
+        and hasattr(one, "__dict__")
+        and not isinstance(one, DataLoader)
+        and (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__"))
+    )
+
+
+def _bulk(value: Any) -> Any:
+    """A copy of a short list or array, a hash of a long one, None for what is not plain."""
+    if isinstance(value, list):
+        if not PLAIN.issuperset(map(type, value)):
+            return None
+        return list(value) if len(value) <= SMALL_ITEMS else _Long(hash(tuple(value)))
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu" or value.layout != torch.strided or value.is_nested:
+            return None
+        if value.numel() <= SMALL_ITEMS:
+            return value.detach().clone()
+        return _Long(hash(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()))
+    if value.dtype.hasobject:
+        return None
+    return value.copy() if value.size <= SMALL_ITEMS else _Long(hash(value.tobytes()))
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, np.ndarray | torch.Tensor):
+        return left.shape == right.shape and bool((left == right).all())
+    return bool(left == right)
+
+
+def _generator_state(one: Any) -> Any:
+    if isinstance(one, random.Random):
+        return one.getstate()
+    if isinstance(one, np.random.RandomState):
+        return one.get_state(legacy=False)
+    if isinstance(one, np.random.Generator):
+        return one.bit_generator.state, _children(one.bit_generator)
+    if isinstance(one, np.random.BitGenerator):
+        return one.state, _children(one)
+    if isinstance(one, np.random.SeedSequence):
+        return one.n_children_spawned
+    return one.get_state()
+
+
+def _children(one: Any) -> int:
+    return int(getattr(getattr(one, "seed_seq", None), "n_children_spawned", 0))
+
+
+def _set_generator(one: Any, state: Any) -> None:
+    if isinstance(one, random.Random):
+        one.setstate(state)
+    elif isinstance(one, np.random.Generator | np.random.BitGenerator):
+        bits = one.bit_generator if isinstance(one, np.random.Generator) else one
+        bits.state, children = state
+        if children:
+            _set_generator(bits.seed_seq, children)
+    elif isinstance(one, np.random.SeedSequence):
+        if state < one.n_children_spawned:
+            raise LayoutMismatchError("a SeedSequence of a data loader was spawned before load()")
+        one.spawn(state - one.n_children_spawned)
+    else:
+        one.set_state(state)
+
+
+class EpochNumbers:
+    """The epochs of samplers and data sets with ``set_epoch``, seen through the script's counting.
+
+    After a restore a script may begin again at its first number.  So the difference between
+    its number and the true one is kept, and added to its later numbers.
+    """
+
+    def __init__(self, numbered: Sequence[Any]) -> None:
+        self._numbered = [one for one in numbered if callable(getattr(one, "set_epoch", None))]
+        self._set = [one.set_epoch for one in self._numbered]
+        self._true: list[int | None] = [getattr(one, "epoch", None) for one in self._numbered]
+        self._said = self.current()
+        self._offset = [0] * len(self._numbered)
+        for index, one in enumerate(self._numbered):
+            one.set_epoch = _Listening(self, index, one)
+
+    def said(self, index: int, epoch: int) -> None:
+        """The script has given a number to an object."""
+        self._said[index] = epoch
+        self._true[index] = epoch + self._offset[index]
+        self._set[index](epoch + self._offset[index])
+
+    def current(self) -> list[int | None]:
+        """The true epochs; None where none was set and the object has no ``epoch``."""
+        pairs = zip(self._numbered, self._true, strict=True)
+        found = [getattr(one, "epoch", true) for one, true in pairs]
+        return [int(epoch) if isinstance(epoch, int) else None for epoch in found]
+
+    def since(self, epochs: Sequence[int | None]) -> list[tuple[Any, int | None, int | None]]:
+        """Each object with its number among ``epochs``, and the true one now."""
+        return list(zip(self._numbered, epochs, self.current(), strict=False))
+
+    def set(self, epochs: Sequence[int | None]) -> None:
+        """Put the objects at these, until the script sets others."""
+        for index, epoch in enumerate(epochs[: len(self._numbered)]):
+            if epoch is not None:
+                self._true[index] = epoch
+                self._set[index](epoch)
+
+    def resume(self, epochs: Sequence[int | None]) -> None:
+        """Continue in these epochs, whatever number the script has for them."""
+        for index, epoch in enumerate(epochs[: len(self._numbered)]):
+            said = self._said[index]
+            if epoch is not None and said is not None:
+                self._offset[index] = epoch - said
+        self.set(epochs)
+
+    def asks_for_next(self, epochs: Sequence[int | None]) -> bool:
+        """True if the script has set the numbers that follow these."""
+        pairs = [pair for pair in zip(epochs, self._said, strict=False) if pair[0] is not None]
+        return bool(pairs) and all(said == (epoch or 0) + 1 for epoch, said in pairs)
+
+
+class _Listening:
+    """Stands for an object's ``set_epoch``; a copy of the object, as workers get, has its own."""
+
+    def __init__(self, numbers: EpochNumbers, index: int, owner: Any) -> None:
+        self._numbers, self._index, self._owner = numbers, index, owner
+
+    def __call__(self, epoch: int) -> None:
+        self._numbers.said(self._index, epoch)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._owner, "set_epoch")
+
+
+def numbered(loader: Any) -> list[Any]:
+    """The samplers and data sets below a loader that have ``set_epoch``."""
+    below = (one for _, one in _below(loader) if one is not loader)
+    return [one for one in below if callable(getattr(type(one), "set_epoch", None))]
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """All samplers of a loader, and those in them, from the outermost on."""
+    found: list[Any] = []
+    left = [loader]
+    while left:
+        names = ("data_sampler", "sampler", "batch_sampler")
+        inner = _distinct(getattr(one, name, None) for one in left for name in names)
+        left = [one for one in inner if all(one is not other for other in found)]
+        found += left
+    return found
+
+
+def _distinct(objects: Iterable[Any]) -> list[Any]:
+    """The objects but None, each once."""
+    return list({id(one): one for one in objects if one is not None}.values())
