@@ -13,6 +13,14 @@ DENSE = {torch.Tensor, torch.nn.Parameter}
 """Types whose torch.strided layout means plain memory; their subclasses may do otherwise."""
 
 
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The shard of a DTensor that lies on this rank; any other tensor as it is."""
+    if type(tensor) in DENSE:
+        return tensor
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local if isinstance(local, torch.Tensor) else tensor
+
+
 class TensorWindow(NamedTuple):
     """A view into a named tensor: ``as_strided(flat, shape, stride, offset)``, in elements."""
 

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -37,7 +37,7 @@ from megatron_ft.trainer.loader_position import Clock
 from megatron_ft.trainer.mapping import State, StateAdapter
 from megatron_ft.trainer.pending_restore import PendingRestore
 from megatron_ft.trainer.plan import check_replicas, plan_state
-from megatron_ft.trainer.state import HasCheckpointForm, TrainingState
+from megatron_ft.trainer.state import HasCheckpointForm, TrainingState, TrainsInPlace
 from megatron_ft.trainer.stats import CaptureStats, Warner
 from megatron_ft.trainer.teardown import on_teardown
 from megatron_ft.trainer.ticket import Ticket
@@ -162,6 +162,7 @@ class SnapshotManager:
         rank: int | None = None,
         coordinates: tuple[int, ...] = (),
         replicated: Mapping[str, Any] | None = None,
+        leave_out: Sequence[str] = (),
         rank_rule: RankRule | None = None,
         last: int = 0,
         client: TrainerClient | None = None,
@@ -175,6 +176,9 @@ class SnapshotManager:
         the same bits: each rank captures a part of the large ones, and a restore gives every
         rank the same whole.
         Leave out what is only nearly equal, or restored ranks continue from a mixture.
+        ``leave_out`` are patterns, as of ``fnmatch``, of parameters and buffers of modules that are
+        not captured, such as ``model/*.rope_cache``; a restore leaves them as the program made
+        them.  Objects that are in no mapping by intent go there by their class.
         ``rank_rule`` says with how many ranks the program could resume from a checkpoint.
         ``last`` is the iteration with which training ends (0: the setting last_iteration).
         Raises NotUnderSupervisorError outside ``megatron-ft run``, and UsageError for a second
@@ -190,7 +194,7 @@ class SnapshotManager:
         RECORDER.begin(self.watch.file)
         self._client = client or connect(self.rank)
         self._copier, self._rank_rule = copier, rank_rule
-        self._adapt = StateAdapter(replicated)
+        self._adapt = StateAdapter(replicated, leave_out)
         self._warn = Warner(logger)
         self._pending = PendingRestore(self._client, self.shard_id, coordinates)
         self._capture = Capture(self._client, self.config, self.stats, self._warn)
@@ -235,12 +239,13 @@ class SnapshotManager:
         what ``prepare`` can raise.
         """
         Clock.runs = True
-        offer = self._pending.get()
+        offer, state = self._pending.get(), self._adapt(into)
         self._reached = 0 if offer is None else offer.iteration
+        if isinstance(state, TrainsInPlace):
+            state.require_ready()
         if offer is None:
             logger.info("rank %d (%s): no snapshot to load", self.rank, self.shard_id)
             return 0
-        state = self._adapt(into)
         if isinstance(offer, ReshapeOffer):
             self._pending.expect_reshape(state)
             self._registered = self._register(state)
@@ -281,6 +286,8 @@ class SnapshotManager:
         """Plan the layout, bring it to the job, and wait for the arena."""
         layout = plan_state(state)
         form = state.checkpoint_form() if isinstance(state, HasCheckpointForm) else b""
+        if isinstance(state, TrainsInPlace):
+            state.require_covered()
         check_replicas(state, layout)
         self._pending.check(layout)
         # Before all ranks have come here, when the supervisor asks for it.

@@ -8,195 +8,47 @@ any of these objects may hold other tensors than last time without being another
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import chain, compress, islice
-from operator import attrgetter
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import torch
 
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError, StateMismatchError
-from megatron_ft.core.objects import PLAIN, Part, decode, encode
+from megatron_ft.core.objects import Part, decode, encode
 from megatron_ft.core.shard import LogicalPlace
 from megatron_ft.trainer import master_tensors
-from megatron_ft.trainer.addresses import DENSE
+from megatron_ft.trainer.coverage import (
+    Named,
+    Written,
+    held_by_module,
+    held_by_optimizer,
+    require_covered,
+)
 from megatron_ft.trainer.dtensor_places import dtensor_places
+from megatron_ft.trainer.enumeration import (
+    Enumeration,
+    enumerate_entries,
+    is_optimizer,
+    is_stateful,
+)
+from megatron_ft.trainer.in_place import filled
+from megatron_ft.trainer.module_state import ModuleState
 from megatron_ft.trainer.optimizer_load import exact_loads, load_optimizer, parameters
 from megatron_ft.trainer.optimizer_places import StatePlaces, has_device
+from megatron_ft.trainer.plan import check_kinds
 from megatron_ft.trainer.replicas import groups_of_wrapped
 from megatron_ft.trainer.state import RngState, TrainingState
 
 logger = logging.getLogger(__name__)
 
-SMALL_BYTES = 16384
-"""Tensors of unknown Stateful objects up to this size travel with the small objects: a
-data loader's may change their shape, which no planned layout could hold."""
-
-COUNTER_BYTES = 4096
-"""Plain tensors up to this size are secured at the boundary: likely counters."""
-
-_KIND, _LENGTH = attrgetter("layout", "is_nested"), attrgetter("nbytes")
-_STRIDED = {(torch.strided, False)}
 _NAMES = "names"
 _STRUCTURES = "structures"
+_FLAGS = "requires_grad"
 _OWN = "own"
 """Names of the mapping's entries that a load leaves as they are."""
 _PLACES = "places"
 """Tensors of optimizers that lie elsewhere than usual; not written where there are none."""
-
-
-@dataclass
-class Enumeration:
-    """One pass over a state mapping.
-
-    ``structures`` holds, per name of the mapping, what has to be encoded beside the
-    tensors; ``name_of`` says by ``id`` which tensor inside them is stored under which
-    name; ``handles`` gives the user's own object (a DTensor, not its local shard), and
-    ``all_plain`` says that they are no subclasses.
-    """
-
-    lazy: dict[str, torch.Tensor] = field(default_factory=dict)
-    boundary: dict[str, torch.Tensor] = field(default_factory=dict)
-    structures: dict[str, Any] = field(default_factory=dict)
-    handles: dict[str, torch.Tensor] = field(default_factory=dict)
-    all_plain: bool = True
-
-    @cached_property
-    def name_of(self) -> dict[int, str]:
-        """The name of each tensor by its ``id``, of several the first; of a finished pass."""
-        names, tensors = reversed(self.handles.keys()), reversed(self.handles.values())
-        return dict(zip(map(id, tensors), names, strict=True))
-
-    @cached_property
-    def wrapped(self) -> dict[str, torch.Tensor]:
-        """The tensors whose insides are stored, by name; of a finished pass."""
-        if {*map(type, self.handles.values())} <= DENSE:
-            return {}
-        return {
-            n: tensor for n, tensor in self.handles.items() if local_tensor(tensor) is not tensor
-        }
-
-    def put(self, name: str, tensor: torch.Tensor, lazy: bool) -> None:
-        """Register a tensor under a name that must be new."""
-        if name in self.handles:
-            raise ConfigError(f"two tensors of the state are called {name!r}; rename one of them")
-        self.handles[name] = tensor
-        self.all_plain &= type(tensor) in DENSE
-        (self.lazy if lazy else self.boundary)[name] = local_tensor(tensor)
-
-    def put_all(self, names: list[str], tensors: list[torch.Tensor], lazy: bool) -> None:
-        """As ``put`` of each, in few calls: there may be thousands."""
-        if not self.handles.keys().isdisjoint(names) or len({*names}) < len(names):
-            for name, tensor in zip(names, tensors, strict=True):
-                self.put(name, tensor, lazy)
-        self.handles.update(zip(names, tensors, strict=True))
-        plain = {*map(type, tensors)} <= DENSE
-        self.all_plain &= plain
-        local = tensors if plain else map(local_tensor, tensors)
-        (self.lazy if lazy else self.boundary).update(zip(names, local, strict=True))
-
-    def put_plain(self, names: list[str], tensors: list[torch.Tensor]) -> None:
-        """Register tensors of a mapping that holds nothing else, as ``enumerate_entry`` would."""
-        if {*map(_KIND, tensors)} <= _STRIDED:
-            long = list(map(COUNTER_BYTES.__lt__, map(_LENGTH, tensors)))
-        else:
-            long = [_is_longer(tensor, COUNTER_BYTES) for tensor in tensors]
-        for lazy in (True, False):
-            chosen = [is_long is lazy for is_long in long]
-            self.put_all(list(compress(names, chosen)), list(compress(tensors, chosen)), lazy)
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The shard of a DTensor that lies on this rank; any other tensor as it is."""
-    if type(tensor) in DENSE:
-        return tensor
-    local = getattr(tensor, "_local_tensor", tensor)
-    return local if isinstance(local, torch.Tensor) else tensor
-
-
-def is_stateful(value: Any) -> bool:
-    """True for the Stateful protocol of torch.distributed.checkpoint."""
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-
-
-def is_optimizer(value: Any) -> bool:
-    """True for torch's optimizers and wrappers that look like one."""
-    return is_stateful(value) and hasattr(value, "param_groups") and hasattr(value, "step")
-
-
-def enumerate_entry(found: Enumeration, name: str, value: Any) -> None:
-    """Enumerate one entry of a state mapping.
-
-    Lazily copied: parameters of modules, everything of optimizers, plain tensors that
-    are no counters.  At the boundary: buffers, and whatever else has a state_dict.
-    """
-    if isinstance(value, torch.Tensor):
-        found.put(name, value, _is_longer(value, COUNTER_BYTES))
-    elif isinstance(value, torch.nn.Module):
-        _module(found, name, value)
-    elif is_optimizer(value):
-        enumerate_structure(found, name, value.state_dict(), True)
-    elif is_stateful(value):
-        enumerate_structure(found, name, value.state_dict(), False, inline=SMALL_BYTES)
-    else:
-        enumerate_structure(found, name, value, None)
-
-
-def _is_longer(tensor: torch.Tensor, length: int) -> bool:
-    """True if the tensor has more bytes, or is not dense, which a plan refuses."""
-    return tensor.layout != torch.strided or tensor.is_nested or tensor.nbytes > length
-
-
-def _module(found: Enumeration, name: str, module: torch.nn.Module) -> None:
-    """Enumerate a module; its structure is kept only if it has extra state."""
-    content = module.state_dict(keep_vars=True)
-    tensors = {key: value for key, value in content.items() if isinstance(value, torch.Tensor)}
-    parameters = {key for key, value in tensors.items() if _is_parameter(value)}
-    for lazy in (True, False):
-        keys = [key for key in tensors if (key in parameters) is lazy]
-        found.put_all([f"{name}/{key}" for key in keys], [tensors[key] for key in keys], lazy)
-    if len(tensors) < len(content):
-        found.structures[name] = dict(content)
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    # torch's isinstance asks in Python whether another class counts as one.
-    return type(tensor) is torch.nn.Parameter or isinstance(tensor, torch.nn.Parameter)
-
-
-def enumerate_structure(
-    found: Enumeration, name: str, value: Any, lazy: bool | None, inline: int = -1
-) -> None:
-    """Enumerate nested containers; tensors of at most ``inline`` bytes stay with it."""
-    found.structures[name] = value
-    names, tensors = list[str](), list[torch.Tensor]()
-    pending: list[tuple[str, Any]] = [("", {name: value})]
-    while pending:
-        path, container = pending.pop()
-        items = container.items() if isinstance(container, Mapping) else enumerate(container)
-        for key, item in items:
-            if isinstance(item, torch.Tensor):
-                names.append(f"{path}{key}")
-                tensors.append(item)
-            elif isinstance(item, Mapping):
-                pending.append((f"{path}{key}/", item))
-            elif isinstance(item, list | tuple):
-                if not PLAIN.issuperset(map(type, item)):
-                    pending.append((f"{path}{key}/", item))
-            elif type(item) not in PLAIN and is_stateful(item):
-                raise ConfigError(
-                    f"{path}{key} ({type(item).__name__}) has a state_dict but lies inside another "
-                    "value; put it into the state mapping under a name of its own"
-                )
-    if inline >= 0:
-        kept = [_is_longer(tensor, inline) for tensor in tensors]
-        names, tensors = list(compress(names, kept)), list(compress(tensors, kept))
-    if lazy is not None:
-        return found.put_all(names, tensors, lazy)
-    for one, tensor in zip(names, tensors, strict=True):
-        found.put(one, tensor, _is_longer(tensor, COUNTER_BYTES))
 
 
 class MappingState:
@@ -213,9 +65,12 @@ class MappingState:
         state: Mapping[str, Any],
         *,
         replicated: Mapping[str, Any] | None = None,
+        leave_out: Sequence[str] = (),
     ) -> None:
         """Nothing is read yet; refresh() does."""
-        self._state = state
+        self._state, self._leave_out = state, tuple(leave_out)
+        self._modules: dict[str, ModuleState] = {}
+        self._written: Written | None = None
         self._replicated = dict(replicated or {})
         self._found: Enumeration | None = None
         self._adopted: dict[str, torch.Tensor] = {}
@@ -228,17 +83,64 @@ class MappingState:
     def refresh(self) -> None:
         """Enumerate the mapping as it is now."""
         self._found, found = None, Enumeration()
-        tensors = list(self._state.values())
-        if {*map(type, tensors)} <= DENSE:
-            found.put_plain(list(self._state), tensors)
-        else:
-            for name, value in self._state.items():
-                enumerate_entry(found, name, value)
+        for name in [n for n, m in self._modules.items() if self._state.get(n) is not m.module]:
+            del self._modules[name]
+        enumerate_entries(found, {n: self._entry(n, v) for n, v in self._state.items()})
         self._found = found
+
+    def _entry(self, name: str, value: Any) -> Any:
+        """The value; of a module, what is known of it since the last time."""
+        if not isinstance(value, torch.nn.Module):
+            return value
+        known = self._modules.get(name)
+        if known is None or known.module is not value:
+            known = self._modules[name] = ModuleState(name, value, self._leave_out)
+        return known
 
     def forget_tensors(self) -> None:
         """Let go of what was enumerated, until it is asked for."""
         self._found = None
+        for module in self._modules.values():
+            module.forget()
+
+    def require_ready(self) -> None:
+        """ConfigError, before training, that names what cannot be captured or filled.
+
+        Objects of other classes are not asked yet: a ``state_dict`` may change what it looks at, as
+        that of an optimizer by ``get_optimizer_state_dict`` makes its first step.
+        """
+        every = {name: self._entry(name, value) for name, value in self._state.items()}
+        asked = {n: v for n, v in every.items() if is_optimizer(v) or not is_stateful(v)}
+        found = Enumeration()
+        enumerate_entries(found, asked)
+        check_kinds(found.lazy | found.boundary)
+        self._encoded(found)
+        if not any(map(_may_train, (every[name] for name in every.keys() - asked.keys()))):
+            self._require_covered(found)
+
+    def require_covered(self) -> None:
+        """ConfigError that names a tensor that trains and lies in no captured memory."""
+        self._require_covered(self._current())
+
+    def _require_covered(self, found: Enumeration) -> None:
+        left_out = (one for module in self._modules.values() for one in module.left_out.values())
+        captured = (*found.handles.values(), *found.inlined, *left_out)
+        require_covered(self._held(), captured, self._leave_out)
+
+    def _held(self) -> Iterator[Named]:
+        for name, value in self._state.items():
+            if isinstance(value, torch.nn.Module):
+                yield from held_by_module(name, value)
+            elif is_optimizer(value):
+                yield from held_by_optimizer(name, value)
+
+    def overwritten(self) -> set[str]:
+        """Names of tensors of modules and optimizers that do not hold what was loaded any more.
+
+        Loading other objects has given them other memory, or has written to it.
+        """
+        written, self._written = self._written, None
+        return set() if written is None else written.lost(self.tensors() | self.boundary_tensors())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters, optimizer tensors, plain tensors; see enumerate_entry."""
@@ -251,6 +153,12 @@ class MappingState:
     def objects(self) -> dict[str, Any]:
         """All else, encoded, with stored tensors replaced by their names."""
         found = self._current()
+        flags = {name: module.flags() for name, module in self._modules.items()}
+        objects = {_NAMES: sorted(self._state), _STRUCTURES: self._encoded(found)}
+        more = {_FLAGS: flags, _PLACES: self._unusual_places(found)}
+        return {**objects, **{name: value for name, value in more.items() if value}}
+
+    def _encoded(self, found: Enumeration) -> bytes:
         columns = self._moments(found)
 
         def stored(part: Any) -> Part | None:
@@ -258,9 +166,7 @@ class MappingState:
             name = found.name_of.get(id(part))
             return columns.get(id(part)) if name is None else Part(name)
 
-        objects = {_NAMES: sorted(self._state), _STRUCTURES: encode(found.structures, stored)}
-        places = self._unusual_places(found)
-        return {**objects, _PLACES: places} if places else objects
+        return encode(found.structures, stored)
 
     def _unusual_places(self, found: Enumeration) -> dict[str, Any]:
         """What a load has to know of optimizers' tensors; looked up anew if there are others."""
@@ -365,8 +271,10 @@ class MappingState:
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take tensors that an object will create when it loads, such as Adam's moments."""
         for name in tensors:
-            owner = self._state.get(name.split("/", 1)[0])
-            if owner is None or isinstance(owner, (torch.nn.Module, torch.Tensor)):
+            begin = name.split("/", 1)[0]
+            owner, module = self._state.get(begin), self._modules.get(begin)
+            fixed = module.is_stock if module else isinstance(owner, torch.Tensor)
+            if owner is None or fixed:
                 raise LayoutMismatchError(
                     f"the snapshot holds {name}, the state to load into has no such tensor; "
                     "build the same model before you load"
@@ -387,6 +295,9 @@ class MappingState:
                 f"the state mapping and the snapshot differ in {', '.join(differing)}; "
                 "load with the mapping that save() is called with"
             )
+        for name, flags in objects.get(_FLAGS, {}).items():
+            self._modules[name].load_flags(flags)
+        self._written = Written(self._of_trained(handles))
         own = objects.get(_OWN, ())
         for name, value in decode(objects[_STRUCTURES], _taken_from(handles)).items():
             if name not in own:
@@ -400,19 +311,27 @@ class MappingState:
             made |= places.placed(self._adopted, exceptions)
         return made
 
+    def _of_trained(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those of modules and optimizers."""
+        every = self._state.items()
+        begins = {n for n, v in every if isinstance(v, torch.nn.Module) or is_optimizer(v)}
+        if not begins:
+            return {}
+        return {n: t for n, t in tensors.items() if n.partition("/")[0] in begins}
+
     def _load_one(self, name: str, value: Any) -> None:
         target = self._state[name]
         if is_optimizer(target):
             load_optimizer(name, target, value)
+        elif name in self._modules:
+            self._modules[name].load(value)
         elif is_stateful(target):
             with exact_loads():
                 target.load_state_dict(value)
-        elif isinstance(target, MutableMapping) and isinstance(value, Mapping):
-            _update(target, value)
-        elif isinstance(target, list):
-            target[:] = value
+        elif (result := filled(target, value)) is target:
+            return
         elif isinstance(self._state, MutableMapping):
-            self._state[name] = value
+            self._state[name] = result
         elif target != value:
             raise LayoutMismatchError(f"cannot set {name!r}: the state mapping is read-only")
 
@@ -431,6 +350,11 @@ class MappingState:
             self.refresh()
         assert self._found is not None
         return self._found
+
+
+def _may_train(value: Any) -> bool:
+    """False for schedules, scalers, random states and loaders, which hold no weights."""
+    return type(value).__module__.partition(".")[0] not in ("torch", "megatron_ft", "deepspeed_ext")
 
 
 def _in_columns(moments: Any, name_of: Mapping[int, str]) -> Part | None:
@@ -465,28 +389,20 @@ def _taken_from(tensors: Mapping[str, torch.Tensor]) -> Callable[[Any], Any]:
     return take
 
 
-def _update(old: MutableMapping[Any, Any], new: Mapping[Any, Any]) -> None:
-    """Make ``old`` equal to ``new``, keeping nested dicts and tensors that are there."""
-    for key in [key for key in old if key not in new]:
-        del old[key]
-    for key, value in new.items():
-        if isinstance(old.get(key), MutableMapping) and isinstance(value, Mapping):
-            _update(old[key], value)
-        elif key not in old or old[key] is not value:
-            old[key] = value
-
-
 State = Mapping[str, Any] | TrainingState
 
 
 class StateAdapter:
     """Makes a TrainingState of a mapping, once for each mapping; passes a TrainingState on.
 
-    ``replicated`` maps prefixes of tensor names to the process group whose ranks hold equal bits.
+    ``replicated`` maps prefixes of tensor names to the process group whose ranks hold equal bits;
+    ``leave_out`` are patterns of what of modules is not captured.
     """
 
-    def __init__(self, replicated: Mapping[str, Any] | None = None) -> None:
-        self._replicated = replicated
+    def __init__(
+        self, replicated: Mapping[str, Any] | None = None, leave_out: Sequence[str] = ()
+    ) -> None:
+        self._replicated, self._leave_out = replicated, leave_out
         self._adapted: MappingState | None = None
 
     def __call__(self, state: State) -> TrainingState:
@@ -494,7 +410,9 @@ class StateAdapter:
         if not isinstance(state, Mapping):
             return state
         if self._adapted is None or not self._adapted.adapts(state):
-            self._adapted = MappingState(state, replicated=self._replicated)
+            self._adapted = MappingState(
+                state, replicated=self._replicated, leave_out=self._leave_out
+            )
         return self._adapted
 
     def forget_tensors(self) -> None:

@@ -48,13 +48,18 @@ _HOLDERS = attrgetter("_modules", "_parameters", "_buffers")
 class ModuleTree:
     """Gives what torch's ``named_parameters`` and ``named_buffers`` do, as of the last ``refresh``:
     each parameter and buffer once, by the first of its names.  ``keeping`` are the modules of
-    ``named_modules`` that have extra state.
+    ``named_modules`` that have extra state, ``modules`` all of them.
     """
 
-    def __init__(self, roots: Roots, name: Name = lambda _number, name: name) -> None:
+    def __init__(
+        self, roots: Roots, name: Name = lambda _number, name: name, *, every_name: bool = False
+    ) -> None:
         """``roots`` are asked for at each look; ``name(number, name)`` is what that is called
-        here which is called ``name`` below the root of that number.  Nothing is read yet."""
-        self._find_roots, self._name = roots, name
+        here which is called ``name`` below the root of that number.  Nothing is read yet.
+
+        With ``every_name`` a tied tensor has all of its names, and what modules answer for
+        themselves does not count: the names are those of ``state_dict``."""
+        self._find_roots, self._name, self._every_name = roots, name, every_name
         self.forget()
 
     def forget(self) -> None:
@@ -62,8 +67,8 @@ class ModuleTree:
         self.keeping: list[tuple[str, torch.nn.Module]] = []
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.buffers: dict[str, torch.Tensor] = {}
+        self.modules: list[torch.nn.Module] = []
         self._roots: list[torch.nn.Module] = []
-        self._modules: list[torch.nn.Module] = []
         self._members: Members | None = None
 
     def refresh(self) -> None:
@@ -73,23 +78,23 @@ class ModuleTree:
         """
         roots = list(self._find_roots())
         if self._members is not None and _all_are(roots, self._roots):
-            now = Members.of(self._modules)
+            now = Members.of(self.modules)
             if now is not None and now.same(self._members):
                 return
         self.forget()
         self._roots = roots
         for number, root in enumerate(roots):
             self._walk(number, root)
-        if all(map(_is_stock, roots)):
-            members = Members.of(self._modules)
-            self._members = members if members and members.are_all(self._modules, roots) else None
+        if self._every_name or all(map(_is_stock, roots)):
+            members = Members.of(self.modules)
+            self._members = members if members and members.are_all(self.modules, roots) else None
 
     def _walk(self, number: int, root: torch.nn.Module) -> None:
-        modules = list(root.named_modules())
-        self._modules += [module for _, module in modules]
-        if _is_stock(root):
-            parameters = _named(modules, "_parameters")
-            buffers = _named(modules, "_buffers")
+        modules = list(_every_path(root) if self._every_name else root.named_modules())
+        self.modules += [module for _, module in modules]
+        if self._every_name or _is_stock(root):
+            parameters = _named(modules, "_parameters", once=not self._every_name)
+            buffers = _named(modules, "_buffers", once=not self._every_name)
         else:
             parameters, buffers = list(root.named_parameters()), list(root.named_buffers())
         self.parameters |= {self._name(number, name): found for name, found in parameters}
@@ -134,11 +139,19 @@ def _all_are(left: list[Any], right: list[Any]) -> bool:
     return len(left) == len(right) and all(map(is_, left, right))
 
 
-def _named(modules: Sequence[tuple[str, torch.nn.Module]], holder: str) -> Named:
+def _named(modules: Sequence[tuple[str, torch.nn.Module]], holder: str, *, once: bool) -> Named:
     found, seen = [], set[int]()
     for prefix, module in modules:
         for key, tensor in getattr(module, holder).items():
-            if tensor is not None and id(tensor) not in seen:
+            if tensor is not None and not (once and id(tensor) in seen):
                 seen.add(id(tensor))
                 found.append((f"{prefix}.{key}" if prefix else key, tensor))
     return found
+
+
+def _every_path(module: torch.nn.Module, path: str = "") -> NamedModules:
+    """All modules by all of their paths, in the order of ``state_dict``."""
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _every_path(child, f"{path}.{name}" if path else name)

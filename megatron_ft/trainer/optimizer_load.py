@@ -18,6 +18,7 @@ import torch
 
 from megatron_ft.core.errors import StateMismatchError
 from megatron_ft.trainer.addresses import DENSE
+from megatron_ft.trainer.optimizer_content import optimizer_content
 from megatron_ft.trainer.state import same_bits
 
 GROUPS = "param_groups"
@@ -101,12 +102,12 @@ def load_optimizer(name: str, optimizer: Any, content: Any) -> None:
     else:
         with exact_loads():
             load(content)
-    if not _differing(name, content, optimizer.state_dict()):
+    if not _differing(name, content, optimizer_content(optimizer)):
         return
-    for place in _differing(name, content, optimizer.state_dict()):
+    for place in _differing(name, content, optimizer_content(optimizer)):
         if isinstance(place.container, MutableMapping | list):
             place.container[place.key] = place.stored
-    wrong = _differing(name, content, optimizer.state_dict())
+    wrong = _differing(name, content, optimizer_content(optimizer))
     if wrong:
         raise StateMismatchError(
             f"{wrong[0].name} is {describe(wrong[0].found)} once it was loaded, in the snapshot "

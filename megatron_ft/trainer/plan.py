@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 
 from megatron_ft.arena.digest import digest_block
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
@@ -24,7 +26,7 @@ from megatron_ft.core.shard import (
     plan_layout,
     split_range,
 )
-from megatron_ft.trainer.addresses import has_lazy_sign, has_memory
+from megatron_ft.trainer.addresses import DENSE, has_lazy_sign, has_memory
 from megatron_ft.trainer.state import HasLogicalMap, TrainingState, live_tensors
 
 SPLIT_BYTES = int(os.environ.get("MEGATRON_FT_SPLIT_BYTES", 1 << 16))
@@ -32,6 +34,8 @@ SPLIT_BYTES = int(os.environ.get("MEGATRON_FT_SPLIT_BYTES", 1 << 16))
 
 Tests, whose models are small, lower it.
 """
+
+_KIND = attrgetter("layout", "is_meta", "is_quantized")
 
 
 class SplitTensor(NamedTuple):
@@ -195,9 +199,27 @@ def _spec(
     )
 
 
+def check_kinds(tensors: Mapping[str, torch.Tensor]) -> None:
+    """ConfigError for tensors of unsupported kinds; of thousands of plain ones in a few calls."""
+    every = list(tensors.values())
+    plain = (
+        {*map(type, every)} <= DENSE
+        and {*map(_KIND, every)} <= {(torch.strided, False, False)}
+        and all(map(torch.Tensor.is_contiguous, every))
+        and all(map(torch.Tensor.data_ptr, every))
+    )
+    for name, tensor in () if plain else tensors.items():
+        _check_kind(name, tensor)
+
+
 def _check_kind(name: str, tensor: torch.Tensor) -> None:
     """Refuse what has no plain memory of its own, for each element."""
     advice = "give its inner tensors under names of their own"
+    if is_lazy(tensor):
+        raise ConfigError(
+            f"tensor {name!r} has no shape yet, as its module is a lazy one: run one forward pass "
+            "before load() and before the optimizer is made"
+        )
     if tensor.is_meta or hasattr(tensor, "fake_mode"):
         place = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__}"
         kind = f"{place}, which has a shape and no values"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import msgspec
 import torch
 
 from megatron_ft.arena import digest
@@ -38,6 +39,7 @@ from megatron_ft.trainer.plan import (
 from megatron_ft.trainer.state import (
     AdoptsTensors,
     TrainingState,
+    TrainsInPlace,
     live_tensors,
     require_reshapes,
 )
@@ -121,8 +123,12 @@ def restore_shard(shard: SealedShard, state: TrainingState) -> ShardLayout:
         _fill_one_by_one(layout, shard, state, without_replaced(layout, live, state))
     state.load(_objects_for(meta, shard.record.shard_id, state))
     now = live_tensors(state)
+    if isinstance(state, TrainsInPlace) and (lost := state.overwritten()):
+        _fill_one_by_one(_part_of(layout, lost), shard, state, now)
     if plain is None or addresses is None or not plain.lie_there(addresses, live, now):
         require_same_layout(layout, plan_state(state))
+    if isinstance(state, TrainsInPlace):
+        state.require_covered()
     reach("restore.done")
     return layout
 
@@ -196,6 +202,13 @@ def _fill_one_by_one(
     exchange(split)
     if adopter is not None and adopted:
         adopter.adopt(adopted)
+
+
+def _part_of(layout: ShardLayout, names: Collection[str]) -> ShardLayout:
+    """The entries of these names, and those whose memory they share."""
+    shared = {entry.alias_of for entry in layout.entries if entry.name in names}
+    entries = (entry for entry in layout.entries if entry.name in names or entry.name in shared)
+    return msgspec.structs.replace(layout, entries=tuple(entries))
 
 
 def _copy(cuts: BlockRanges, targets: list[int], shard: SealedShard) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -133,6 +133,20 @@ class AdoptsTensors(Protocol):
 
     def replica_group(self, name: str) -> Any:
         """The process group of a replicated tensor that may not exist yet, or None."""
+
+
+@runtime_checkable
+class TrainsInPlace(Protocol):
+    """A state of objects that train in memory of their own, whatever names it has here."""
+
+    def require_ready(self) -> None:
+        """ConfigError, before training, that names what cannot be captured or filled."""
+
+    def require_covered(self) -> None:
+        """ConfigError that names a tensor that trains and lies in no captured memory."""
+
+    def overwritten(self) -> Collection[str]:
+        """Names of tensors that do not hold what was filled any more, behind ``load``."""
 
 
 @runtime_checkable

@@ -744,9 +744,11 @@ def test_a_different_model_is_refused_by_name(smp: FakeSmp) -> None:
     saved(smp, state)
     other = make_training()
     other["model"][0] = torch.nn.Linear(8, 32, bias=False)
+    other["optimizer"] = torch.optim.AdamW(other["model"].parameters())
     with pytest.raises(LayoutMismatchError, match=r"model/0\.bias"):
         make_manager(smp).load(into=other)
     other["model"][0] = torch.nn.Linear(8, 32).double()
+    other["optimizer"] = torch.optim.AdamW(other["model"].parameters())
     with pytest.raises(LayoutMismatchError, match=r"model/0\.weight is float64"):
         make_manager(smp).load(into=other)
     with pytest.raises(LayoutMismatchError, match="schedule"):

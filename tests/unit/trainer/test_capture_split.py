@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
 from megatron_ft.trainer import restore
-from megatron_ft.trainer.mapping import local_tensor
+from megatron_ft.trainer.addresses import local_tensor
 from tests.support.captures import WAIT, FakeSmp, bits, make_manager
 
 WORLD = 2

@@ -1,0 +1,124 @@
+"""Coverage by address: tensors that train lie in memory that snapshots hold and restores fill.
+
+A name or a ``state_dict`` proves nothing: both may stand for a copy.  So what modules and
+optimizers hold themselves is compared with what is captured, by address, dtype and shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.trainer.addresses import DENSE, local_tensor
+
+Named = tuple[str, torch.Tensor]
+
+
+Place = tuple[int, torch.dtype, torch.Size]
+"""Where the elements of a tensor are, and their form; of a DTensor, of its shard on this rank."""
+
+_DTYPE = attrgetter("dtype")
+
+
+def places(tensors: Iterable[torch.Tensor]) -> list[Place]:
+    """The place of each, found in calls that loop in C: there are thousands."""
+    every = list(tensors)
+    local = every if {*map(type, every)} <= DENSE else list(map(local_tensor, every))
+    columns = map(torch.Tensor.data_ptr, local), map(_DTYPE, local), map(torch.Tensor.size, local)
+    return list(zip(*columns, strict=True))
+
+
+def require_covered(
+    held: Iterable[Named], captured: Iterable[torch.Tensor], left_out: Iterable[str]
+) -> None:
+    """ConfigError that names the first tensor of ``held`` that lies in no ``captured`` memory.
+
+    Names that match a pattern of ``left_out`` are not looked at.
+    """
+    named, known, patterns = list(held), set(places(captured)), tuple(left_out)
+    found = zip(named, places(tensor for _, tensor in named), strict=True)
+    missing = [
+        name
+        for (name, tensor), place in found
+        if place not in known and tensor.numel() and not matches(name, patterns)
+    ]
+    if missing:
+        raise ConfigError(
+            f"{len(missing)} tensors that train are in no memory that a snapshot captures, "
+            f"{missing[0]} first: put the module or tensor that holds it into the state mapping "
+            "itself (the state_dict() of its object gives other memory), or name it in leave_out"
+        )
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """True if the name matches one of the patterns, as ``fnmatch`` understands them."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def held_by_module(name: str, module: torch.nn.Module) -> Iterator[Named]:
+    """Parameters and buffers that the module answers for, each once."""
+    for found in (module.named_parameters(), module.named_buffers()):
+        yield from ((f"{name}/{key}", tensor) for key, tensor in found)
+
+
+def held_by_optimizer(name: str, optimizer: Any) -> Iterator[Named]:
+    """Tensors of its state, tensors among its rates, and the parameters that it changes."""
+    groups = optimizer.param_groups
+    for number, group in enumerate(groups):
+        yield from tensors_in(f"{name}/param_groups/{number}", group)
+    numbers = numbers_of(optimizer)
+    kept = getattr(optimizer, "state", None)
+    for key, value in kept.items() if isinstance(kept, Mapping) else ():
+        yield from tensors_in(f"{name}/state/{numbers.get(id(key), key)}", value)
+
+
+def numbers_of(optimizer: Any) -> dict[int, int]:
+    """The number of each parameter in its ``state_dict``, by ``id``."""
+    every = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    numbers: dict[int, int] = {}
+    for parameter in every:
+        numbers.setdefault(id(parameter), len(numbers))
+    return numbers
+
+
+def tensors_in(path: str, value: Any) -> Iterator[Named]:
+    """Tensors in nested mappings, lists and tuples, by their places below ``path``."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from tensors_in(f"{path}/{key}", inner)
+    elif isinstance(value, list | tuple):
+        for key, inner in enumerate(value):
+            yield from tensors_in(f"{path}/{key}", inner)
+
+
+class Written:
+    """Tensors as they were when their bytes were loaded: what is written over later shows."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        # The tensors are kept: freed memory would be given out again.
+        self._tensors = tensors
+        self._places = places(tensors.values())
+        self._versions = list(map(_version, map(local_tensor, tensors.values())))
+
+    def lost(self, now: Mapping[str, torch.Tensor]) -> set[str]:
+        """Names of those that lie elsewhere now, or were written to since."""
+        names = [name for name in self._tensors if name in now]
+        tensors = list(map(now.__getitem__, names))
+        found = zip(places(tensors), map(_version, map(local_tensor, tensors)), strict=True)
+        before = dict(
+            zip(self._tensors, zip(self._places, self._versions, strict=True), strict=True)
+        )
+        pairs = zip(names, tensors, found, strict=True)
+        return {name for name, tensor, is_now in pairs if tensor.numel() and before[name] != is_now}
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often torch wrote to it; inference tensors do not say."""
+    return -1 if tensor.is_inference() else tensor._version
