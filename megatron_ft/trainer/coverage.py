@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.trainer.addresses import DENSE, local_tensor
@@ -22,15 +23,31 @@ Named = tuple[str, torch.Tensor]
 Place = tuple[int, torch.dtype, torch.Size]
 """Where the elements of a tensor are, and their form; of a DTensor, of its shard on this rank."""
 
-_DTYPE = attrgetter("dtype")
+_DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
 
 
 def places(tensors: Iterable[torch.Tensor]) -> list[Place]:
-    """The place of each, found in calls that loop in C: there are thousands."""
+    """The place of each, found in calls that loop in C: there are thousands.
+
+    A tensor without plain memory is in a place of its own.
+    """
     every = list(tensors)
     local = every if {*map(type, every)} <= DENSE else list(map(local_tensor, every))
-    columns = map(torch.Tensor.data_ptr, local), map(_DTYPE, local), map(torch.Tensor.size, local)
-    return list(zip(*columns, strict=True))
+    if {*map(type, local)} <= DENSE and {*map(_LAYOUT, local)} <= {torch.strided}:
+        addresses, shapes = map(torch.Tensor.data_ptr, local), map(torch.Tensor.size, local)
+        return list(zip(addresses, map(_DTYPE, local), shapes, strict=True))
+    return [(_address(one), one.dtype, _shape(one)) for one in local]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, ValueError):  # sparse, fake or not initialized
+        return id(tensor)
+
+
+def _shape(tensor: torch.Tensor) -> torch.Size:
+    return torch.Size() if is_lazy(tensor) else tensor.shape
 
 
 def require_covered(
@@ -45,7 +62,7 @@ def require_covered(
     missing = [
         name
         for (name, tensor), place in found
-        if place not in known and tensor.numel() and not matches(name, patterns)
+        if place not in known and not is_empty(tensor) and not matches(name, patterns)
     ]
     if missing:
         raise ConfigError(
@@ -53,6 +70,11 @@ def require_covered(
             f"{missing[0]} first: put the module or tensor that holds it into the state mapping "
             "itself (the state_dict() of its object gives other memory), or name it in leave_out"
         )
+
+
+def is_empty(tensor: torch.Tensor) -> bool:
+    """True if a tensor has a shape, and no elements."""
+    return not is_lazy(tensor) and not tensor.numel()
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -116,7 +138,11 @@ class Written:
             zip(self._tensors, zip(self._places, self._versions, strict=True), strict=True)
         )
         pairs = zip(names, tensors, found, strict=True)
-        return {name for name, tensor, is_now in pairs if tensor.numel() and before[name] != is_now}
+        return {
+            name
+            for name, tensor, is_now in pairs
+            if not is_empty(tensor) and before[name] != is_now
+        }
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_ft.trainer.addresses import DENSE
-
 
 def filled(old: Any, new: Any) -> Any:
     """``old`` made equal to ``new``, or ``new`` where ``old`` is of no kind that can be filled.
@@ -97,10 +95,10 @@ def _way(old: Any, new: Any) -> _Way | None:
         return _Filling.sequence
     if isinstance(old, set):
         return _Filling.set_of
-    if isinstance(old, np.ndarray | torch.Tensor):
+    if isinstance(old, torch.Tensor) or isinstance(old, np.ndarray):
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             return None
-        return _Filling.tensor if type(old) in DENSE else _Filling.elements
+        return _Filling.tensor if isinstance(old, torch.Tensor) else _Filling.elements
     return _Filling.attributes if _has_plain_attributes(old) else None
 
 

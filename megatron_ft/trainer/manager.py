@@ -241,7 +241,7 @@ class SnapshotManager:
         Clock.runs = True
         offer, state = self._pending.get(), self._adapt(into)
         self._reached = 0 if offer is None else offer.iteration
-        if isinstance(state, TrainsInPlace):
+        if isinstance(state, TrainsInPlace) and not isinstance(offer, RestoreOffer):
             state.require_ready()
         if offer is None:
             logger.info("rank %d (%s): no snapshot to load", self.rank, self.shard_id)

@@ -18,6 +18,7 @@ from megatron_ft.core.errors import ConfigError, LayoutMismatchError, StateMisma
 from megatron_ft.core.objects import Part, decode, encode
 from megatron_ft.core.shard import LogicalPlace
 from megatron_ft.trainer import master_tensors
+from megatron_ft.trainer.addresses import DENSE
 from megatron_ft.trainer.coverage import (
     Named,
     Written,
@@ -32,6 +33,7 @@ from megatron_ft.trainer.enumeration import (
     is_optimizer,
     is_stateful,
 )
+from megatron_ft.trainer.forms import check_forms
 from megatron_ft.trainer.in_place import filled
 from megatron_ft.trainer.module_state import ModuleState
 from megatron_ft.trainer.optimizer_load import exact_loads, load_optimizer, parameters
@@ -85,8 +87,14 @@ class MappingState:
         self._found, found = None, Enumeration()
         for name in [n for n, m in self._modules.items() if self._state.get(n) is not m.module]:
             del self._modules[name]
-        enumerate_entries(found, {n: self._entry(n, v) for n, v in self._state.items()})
+        enumerate_entries(found, self._entries())
         self._found = found
+
+    def _entries(self) -> Mapping[str, Any]:
+        """The mapping with what is known of its modules in their place."""
+        if {*map(type, self._state.values())} <= DENSE:
+            return self._state
+        return {name: self._entry(name, value) for name, value in self._state.items()}
 
     def _entry(self, name: str, value: Any) -> Any:
         """The value; of a module, what is known of it since the last time."""
@@ -109,8 +117,10 @@ class MappingState:
         Objects of other classes are not asked yet: a ``state_dict`` may change what it looks at, as
         that of an optimizer by ``get_optimizer_state_dict`` makes its first step.
         """
-        every = {name: self._entry(name, value) for name, value in self._state.items()}
+        every = self._entries()
         asked = {n: v for n, v in every.items() if is_optimizer(v) or not is_stateful(v)}
+        plain = {n: v for n, v in asked.items() if v is self._state[n] and not is_optimizer(v)}
+        check_forms(self._state, plain)
         found = Enumeration()
         enumerate_entries(found, asked)
         check_kinds(found.lazy | found.boundary)

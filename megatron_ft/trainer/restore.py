@@ -31,6 +31,7 @@ from megatron_ft.trainer.identity_check import (
 from megatron_ft.trainer.plan import (
     SplitTensor,
     check_group,
+    check_kinds,
     dtype_from_name,
     exchange,
     exchange_device,
@@ -116,6 +117,7 @@ def restore_shard(shard: SealedShard, state: TrainingState) -> ShardLayout:
     layout, meta = shard.contents()
     reach("restore.verified")
     plain, live = PlainLayout.of(layout), live_tensors(state)
+    check_kinds(live)
     addresses = None if plain is None else plain.addresses(live)
     if plain is not None and addresses is not None:
         _copy(shard.cut(plain.offsets, plain.lengths), addresses, shard)
