@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -108,6 +109,18 @@ def note_imports() -> None:
             names = json.dumps(list(sys.modules)).encode()
             private_files.rewrite_file(Path(os.environ[NODE_DIR], IMPORTS_NAME), names)
 
+
+def _beside(state: TrainingState) -> list[str]:
+    """What is not captured; a look at all objects of a process may meet anything."""
+    try:
+        return state.beside() if isinstance(state, TrainsInPlace) else []
+    except Exception:
+        logger.info("objects beside the state were not looked for", exc_info=True)
+        return []
+
+
+_said: list[bool] = []
+"""Not empty once this process has said what its snapshots hold."""
 
 _open: set[SnapshotManager] = set()
 """Managers of this process that were not closed.
@@ -278,6 +291,8 @@ class SnapshotManager:
             arena, layout, form = self._registered or self._register(adapted)
             self._registered = None
             copier = self._copier or choose_copier(adapted)
+        if self.rank == 0:
+            self._say_what_is_captured(adapted, layout)
         self._capture.open(Path(arena.arena), self.shard_id, layout, copier, form)
         self._fences.open()
         self.watch.training()
@@ -402,6 +417,26 @@ class SnapshotManager:
             return
         self._said_end = True
         self._client.ending(self._reached, finished)
+
+    def _say_what_is_captured(self, state: TrainingState, layout: ShardLayout) -> None:
+        """In a line, once in a process: a restart in it would find what the last start has left."""
+        if _said:
+            return
+        _said.append(True)
+        owners = [entry for entry in layout.entries if not entry.alias_of]
+        begins = Counter(entry.name.partition("/")[0] for entry in owners)
+        most = ", ".join(f"{count} of {name}" for name, count in begins.most_common(4))
+        size = sum(entry.nbytes for entry in owners)
+        text = f"megatron-ft: snapshots of {self.shard_id} hold {len(owners)} tensors, {size} bytes"
+        print(f"{text}: {most}" if isinstance(state, TrainsInPlace) else text, file=sys.stderr)
+        lost = _beside(state)
+        if lost:
+            self._warn(
+                "beside",
+                "a restart loses the state of %s: put these objects into the state mapping, or "
+                "name their classes in leave_out",
+                "; ".join(lost[:8]) + (f"; and {len(lost) - 8} more" if len(lost) > 8 else ""),
+            )
 
     def _warn_of_clients(self) -> None:
         """A library's own state is in a snapshot only if the mapping has it."""

@@ -41,6 +41,7 @@ from megatron_ft.trainer.optimizer_places import StatePlaces, has_device
 from megatron_ft.trainer.plan import check_kinds
 from megatron_ft.trainer.replicas import groups_of_wrapped
 from megatron_ft.trainer.state import RngState, TrainingState
+from megatron_ft.trainer.uncaptured import uncaptured
 
 logger = logging.getLogger(__name__)
 
@@ -132,10 +133,16 @@ class MappingState:
         """ConfigError that names a tensor that trains and lies in no captured memory."""
         self._require_covered(self._current())
 
-    def _require_covered(self, found: Enumeration) -> None:
+    def beside(self) -> list[str]:
+        """What holds training state in this process, and is in no entry of the mapping."""
+        return uncaptured(self._state, self._captured(self._current()), self._leave_out)
+
+    def _captured(self, found: Enumeration) -> list[torch.Tensor]:
         left_out = (one for module in self._modules.values() for one in module.left_out.values())
-        captured = (*found.handles.values(), *found.inlined, *left_out)
-        require_covered(self._held(), captured, self._leave_out)
+        return [*found.handles.values(), *found.inlined, *left_out]
+
+    def _require_covered(self, found: Enumeration) -> None:
+        require_covered(self._held(), self._captured(found), self._leave_out)
 
     def _held(self) -> Iterator[Named]:
         for name, value in self._state.items():

@@ -145,6 +145,9 @@ class TrainsInPlace(Protocol):
     def require_covered(self) -> None:
         """ConfigError that names a tensor that trains and lies in no captured memory."""
 
+    def beside(self) -> list[str]:
+        """Descriptions of objects of the process with training state that is not captured."""
+
     def overwritten(self) -> Collection[str]:
         """Names of tensors that do not hold what was filled any more, behind ``load``."""
 
