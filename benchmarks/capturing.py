@@ -20,7 +20,8 @@ from megatron_ft.arena.format import BLOCK_BYTES, ArenaHeader, Geometry, Permit,
 from megatron_ft.core.identity import Ancestor, SealedRecord, SnapshotId
 from megatron_ft.core.shard import pack_meta
 from megatron_ft.smp.slot_rules import EMPTY_SLOT
-from megatron_ft.trainer.engine import CaptureEngine, CaptureRun, choose_copier
+from megatron_ft.trainer.capture_run import CaptureRun
+from megatron_ft.trainer.engine import CaptureEngine, choose_copier
 from megatron_ft.trainer.mapping import MappingState
 from megatron_ft.trainer.plan import plan_state
 from megatron_ft.trainer.state import live_tensors

@@ -137,7 +137,7 @@ class BoundState(NamedTuple):
         return [name for name, was, is_now in rows if was != is_now]
 
 
-class Witness(NamedTuple):
+class BoundaryFacts(NamedTuple):
     """Where lazily copied tensors lay at a boundary, and how often each had been written to."""
 
     places: BoundState
@@ -203,7 +203,7 @@ class LayoutBinding:
 
     def witness(
         self, live: Mapping[str, torch.Tensor], wrapped: Mapping[str, torch.Tensor]
-    ) -> Witness:
+    ) -> BoundaryFacts:
         """The lazily copied tensors at the boundary.
 
         ``wrapped`` are the program's own tensors (DTensors) that hold some of ``live``, by name: a
@@ -215,7 +215,7 @@ class LayoutBinding:
             outer = [name for name in names if name in wrapped]
             names = [*names, *outer]
             tensors = [*tensors, *map(wrapped.__getitem__, outer)]
-        return Witness(places, BoundState.of(names, tensors, (_versions,)))
+        return BoundaryFacts(places, BoundState.of(names, tensors, (_versions,)))
 
     def bind(self, live: Mapping[str, torch.Tensor]) -> BoundState:
         """The tensors as they lie now; for the copy thread, before their bytes are read.

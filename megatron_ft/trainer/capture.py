@@ -30,8 +30,9 @@ from megatron_ft.core.shard import ShardLayout, pack_encoded
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.client import TrainerClient
 from megatron_ft.trainer.binding import changed_early, layout_changed
+from megatron_ft.trainer.capture_run import CaptureRun
 from megatron_ft.trainer.copier import Copier
-from megatron_ft.trainer.engine import CaptureEngine, CaptureRun
+from megatron_ft.trainer.engine import CaptureEngine
 from megatron_ft.trainer.replicas import ReplicaDigester
 from megatron_ft.trainer.state import (
     KnowsOptimizers,

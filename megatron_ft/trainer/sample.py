@@ -29,7 +29,7 @@ PIECE_BYTES = 256
 """Pieces of one sample, and the length of each: some ten microseconds at a boundary."""
 
 
-class Piece(NamedTuple):
+class Excerpt(NamedTuple):
     """A range of bytes of one tensor, as it is stored, and the same in memory.
 
     ``address`` is that of the tensor, of which ``skipped`` bytes precede the range.
@@ -49,11 +49,11 @@ class Sample(NamedTuple):
     ``item`` is the copy of them to the host, to be made with the snapshot's.
     """
 
-    pieces: list[Piece]
+    pieces: list[Excerpt]
     item: CopyItem
 
     @classmethod
-    def of(cls, pieces: list[Piece]) -> Sample:
+    def of(cls, pieces: list[Excerpt]) -> Sample:
         """Secure these pieces, in order with the training thread's work."""
         secured = torch.cat([piece.memory for piece in pieces])
         target = torch.empty(secured.shape, dtype=torch.uint8, device="cpu")
@@ -83,7 +83,7 @@ class Sampler:
         self._entries = [entry for entry in entries if entry.nbytes]
         self._ends = list(accumulate(entry.nbytes for entry in self._entries))
         self._random = random.Random()  # training's own generators stay as they are
-        self._drawn: dict[torch.device, list[Piece]] = {}
+        self._drawn: dict[torch.device, list[Excerpt]] = {}
 
     @torch.no_grad()
     def take(self, live: Mapping[str, torch.Tensor]) -> list[Sample]:
@@ -101,7 +101,7 @@ class Sampler:
 
         What a device may still write to host memory is left out: it would have to be awaited.
         """
-        drawn: dict[torch.device, list[Piece]] = {}
+        drawn: dict[torch.device, list[Excerpt]] = {}
         for number in range(PIECES if self._entries else 0):
             entry, start, stop = self._range(by_bytes=number % 2 == 0)
             tensor = live[entry.name]
@@ -114,7 +114,7 @@ class Sampler:
             ):
                 skipped = entry.start * tensor.element_size() + start
                 memory = _bytes_of(tensor, skipped, stop - start)
-                piece = Piece(entry, start, stop, memory, tensor.data_ptr(), skipped)
+                piece = Excerpt(entry, start, stop, memory, tensor.data_ptr(), skipped)
                 drawn.setdefault(tensor.device, []).append(piece)
         self._drawn = drawn
 

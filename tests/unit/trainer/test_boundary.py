@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron_ft.core.identity import SealedRecord, SnapshotId
-from megatron_ft.trainer.engine import CaptureEngine, CaptureRun
+from megatron_ft.trainer.capture_run import CaptureRun
+from megatron_ft.trainer.engine import CaptureEngine
 from megatron_ft.trainer.manager import SnapshotManager
 from megatron_ft.trainer.mapping import MappingState, StateAdapter
 from megatron_ft.trainer.stats import Warner

@@ -6,7 +6,7 @@ from threading import Event, Thread
 
 from megatron_ft.arena.format import Permit
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.trainer.engine import CaptureRun
+from megatron_ft.trainer.capture_run import CaptureRun
 from megatron_ft.trainer.ticket import Ticket
 
 WAIT = 30.0
