@@ -9,11 +9,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext import client_state, resumable_loader
+from deepspeed_ext.checkpoint_engine import world_agreement
 from deepspeed_ext.client_state import ClientState
+from deepspeed_ext.counter_reads import SECONDS, CounterReads
 from deepspeed_ext.early_start import EarlyStart, announcement
 from deepspeed_ext.resumable_loader import DataPosition
 from deepspeed_ext.saving import Checkpoints
@@ -86,8 +89,8 @@ class EngineRun:
     """One engine's snapshots.  Nothing collective happens before the first load or forward.
 
     The engine is complete only when its constructor has returned, and where it starts from is
-    known only when the script loads a checkpoint, or reads its first batch without: until then
-    this waits.
+    known only when the script loads a checkpoint, or reads a counter of the engine or its first
+    batch without: until then this waits.
     """
 
     def __init__(
@@ -116,6 +119,8 @@ class EngineRun:
         self._failure: Exception | None = None
         self._hook: Any = None
         _claim(engine)
+        limit = timedelta(seconds=SECONDS)
+        self._reads = CounterReads(engine, world_agreement(limit), self.reading)
         awaiting_batch.add(self)
         if not engine.pipeline_parallelism:
             self._hook = engine.register_forward_pre_hook(lambda *_: self.begin())
@@ -151,8 +156,8 @@ class EngineRun:
                     self._restored = self._restore()
             elif self._unloaded and self._would_load(find(-1, {})[0]):
                 raise ConfigError(
-                    f"a batch was read, and the {self._restored} restored, before the script loads "
-                    f"another state from {load_dir}: load before the first batch is read"
+                    f"a batch or a counter was read, and the {self._restored} restored, before the "
+                    f"script loads another state from {load_dir}: load before the first read"
                 )
             elif self._restored:
                 self._print(f"not loading {load_dir}: the {self._restored} was restored")
@@ -227,15 +232,19 @@ class EngineRun:
             self._print(f"warning: {warning}")
         self._warn_of_objection()
 
-    def reading(self) -> None:
-        """Restore before a watched loader gives its first batch, if the script loads nothing.
+    def reading(self, all_came: Callable[[], bool] = lambda: True) -> None:
+        """Restore before the script gets a counter of the engine, or its first batch of a watched
+        loader, if it loads nothing.
 
-        Collective.  It is taken to load nothing if it did not in the snapshot's incarnation.
+        Collective, once ``all_came`` has said so.  The script is taken to load nothing if it did
+        not in the snapshot's incarnation.
         """
         promised = not (self._client_state.needs_load or self._client_state.objection())
         if self._decided or self._early is not None or not promised or self._data.warning():
             return
         with self._lasting_failure():
+            if not all_came():
+                return
             manager = self._made_manager()
             wish = manager.offered_objects().get(WISH) or {}
             # Where nothing is offered, a load may follow.
@@ -321,6 +330,7 @@ class EngineRun:
         # Else the engine would live as long as the process.
         atexit.unregister(self.close)
         awaiting_batch.discard(self)
+        self._reads.end()
         if self._manager is None and not self._decided:
             _release(self._engine)
         if self._optimizers is not None:
@@ -342,6 +352,7 @@ class EngineRun:
         because the script cannot use the snapshot: nobody shall lose it by a mistake.
         """
         self._decided = True
+        self._reads.end()
         manager = self._made_manager()
         if self._early is not None:
             return StartDecision(self._early.from_memory, "")

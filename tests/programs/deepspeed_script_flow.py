@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,10 @@ def _script(told: dict[str, Any], seen: dict[str, Any]) -> None:
         path, client_state = engine.load_checkpoint(**load)
         own = {k: v for k, v in (client_state or {}).items() if k in ("step", "epoch")}
         seen.setdefault("loads", []).append([path and Path(path).parent.name, own])
+    first = told.get("first_read")
+    if first:
+        seen["first_read"] = FIRST_READS[first](engine)
+        torch.distributed.barrier()
     seen["begins_at"] = engine.global_steps
     other: Any = None
     if second := told.get("second_engine"):
@@ -66,7 +71,7 @@ def _script(told: dict[str, Any], seen: dict[str, Any]) -> None:
         engine = other if told.get("destroys") else engine
     batches = iter(RepeatingLoader(loader)) if told.get("reads") == "engine" else None
     schedule = told.get("schedule") and _schedule(engine)
-    for _ in range(told.get("steps", 1)):
+    for _ in steps_of(engine, told):
         try:
             losses = step_on(engine, batches) if "reads" in told else train_step(engine)
             if schedule:
@@ -81,6 +86,11 @@ def _script(told: dict[str, Any], seen: dict[str, Any]) -> None:
             engine.save_checkpoint(**save)
         for load in told.get("reloads", {}).get(str(engine.global_steps), ()):
             engine.load_checkpoint(**load)
+    if first:
+        seen["first_read_at_end"] = FIRST_READS[first](engine)
+        seen["watched"] = "__getattribute__" in vars(type(engine))
+        engine.eval()
+        seen["ends_as"] = engine(*Samples().batch()).item().hex()
     engine.destroy()
     torch.distributed.destroy_process_group()
 
@@ -94,6 +104,29 @@ class Samples(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, targets = deepspeed_models.batch(index, 0, 0, 1)
         return tokens[0], targets[0]
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two of them, to look at the model with."""
+        first, second = zip(self[0], self[1], strict=True)
+        return torch.stack(first), torch.stack(second)
+
+
+def steps_of(engine: Any, told: dict[str, Any]) -> Iterator[int]:
+    """A number of steps, or those up to one that the engine counts."""
+    if "until" not in told:
+        yield from range(told.get("steps", 1))
+    while engine.global_steps < told.get("until", 0):
+        yield engine.global_steps
+
+
+FIRST_READS: dict[str, Callable[[Any], Any]] = {
+    "counter": lambda engine: engine.global_steps,
+    "samples": lambda engine: engine.global_samples,
+    "skipped": lambda engine: engine.skipped_steps,
+    "rate": lambda engine: engine.get_lr(),
+    "schedule": lambda engine: engine.lr_scheduler.last_batch_iteration,
+    "rank 0 alone": lambda engine: None if engine.global_rank else engine.global_steps,
+}
 
 
 def reading(what: str) -> dict[str, Any]:

@@ -212,7 +212,50 @@ def test_a_script_that_loads_nothing_continues_where_its_data_are_watched(
     newer.mkdir(parents=True)
     (newer.parent / "latest").write_text(newer.name)
     late = script.run("late", FOLLOWS, **told, peeks=True, loads=script.load(), variables=offered)
-    assert "a batch was read, and the in-memory snapshot" in late.error
+    assert "a batch or a counter was read, and the in-memory snapshot" in late.error
+
+
+WARMS_UP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}
+COUNTED = ("counter", "samples", "skipped", "rate", "schedule", "rank 0 alone")
+"""What the script reads first."""
+
+
+@pytest.mark.parametrize(
+    ("stage", "first_read"),
+    [
+        (2, "counter"),
+        (2, "rank 0 alone"),
+        *(
+            pytest.param(stage, first_read, marks=pytest.mark.all_layouts)
+            for stage in range(4)
+            for first_read in COUNTED
+            if (stage, first_read) not in ((2, "counter"), (2, "rank 0 alone"))
+        ),
+    ],
+)
+def test_the_first_read_of_a_counter_restores(
+    deepspeed_server: WarmHost, tmp_path: Path, stage: int, first_read: str
+) -> None:
+    """Else a script that was killed behind its last step would train one step more."""
+    script, base = Script(deepspeed_server, tmp_path), {**zero(stage, "bf16"), **WARMS_UP}
+    told = {"reads": "engine", "base": base, "until": SNAPSHOT_AT, "first_read": first_read}
+    first = script.run("first", FOLLOWS, **told, variables={SAVE_AT: SNAPSHOT_AT, RESTORE: "disk"})
+    offered = {LOAD_FROM: tmp_path / "first" / "arenas", RESTORE: "memory"}
+    again = script.run("again", FOLLOWS, **told, variables=offered)
+    assert again.outcome.output(0).count("restored the in-memory snapshot of step 4") == 1
+    assert again.losses == [{}, {}], "no step was left"
+    for before, after in zip(first.seen, again.seen, strict=True):
+        assert after["ends_as"] == before["ends_as"]
+        assert after["watched"] is False
+    if first_read == "rank 0 alone":
+        assert [seen["first_read"] for seen in again.seen] == [0, None]
+        assert "Read it on all ranks" in again.outcome.output(0)
+    else:
+        assert [seen["first_read"] for seen in again.seen] == [
+            seen["first_read_at_end"] for seen in first.seen
+        ]
+    further = script.run("further", FOLLOWS, **{**told, "until": 6}, variables=offered)
+    assert [list(losses) for losses in further.losses] == [["5", "6"]] * 2
 
 
 def test_a_script_that_goes_on_after_errors_trains_nothing_else(
