@@ -249,14 +249,16 @@ class Host:
 
     def _forked(self, connection: socket.socket) -> dict[str, Any] | None:
         """Fork for one client; the request in the child, None here."""
-        request = None if self._unfit else receive(connection)
+        why, request, pid = "the host is replaced, without a module that starts a thread", None, -1
         try:
-            pid = -1 if request is None else os.fork()
-        except OSError as error:
-            say(f"no process can be forked: {error}")
-            pid = -1
+            if not self._unfit:
+                request = receive(connection)
+                pid = os.fork()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            why = f"the trainer host cannot fork it: {error or type(error).__name__}"
+            say(why)
         if request is None or pid < 0:
-            tell(connection, {"pid": 0})
+            tell(connection, {"pid": 0, "why": why})
             connection.close()
             for given in request["fds"] if request else ():
                 os.close(given)
@@ -291,29 +293,40 @@ class Host:
                 say(f"{self._imports} cannot be read: {error}")
 
 
-def receive(connection: socket.socket) -> dict[str, Any] | None:
-    """A request with its four descriptors; None for what is none, or another user's."""
+def receive(connection: socket.socket) -> dict[str, Any]:
+    """A request with its four descriptors; ValueError and others for what is none of this user."""
     connection.settimeout(REQUEST_SECONDS)
     fds: list[int] = []
     try:
         if peer_of(connection)[1] != os.geteuid():
-            return None
+            raise ValueError("the request is of another user")
         message, fds, _, _ = socket.recv_fds(connection, 1 << 16, 4)
         while piece := connection.recv(1 << 16):
             message += piece
             if len(message) > MOST_REQUEST_BYTES:
                 raise ValueError("the request is too long")
         request: dict[str, Any] = json.loads(message)
+        for name in ("argv", "env", "cwd"):
+            request[name] = _decoded(request[name])
         if len(fds) != 4 or not fits(request):
-            raise ValueError("the request does not fit")
+            raise ValueError("its variables are longer than the place that /proc shows them in")
         return {**request, "fds": fds}
     except (OSError, ValueError, KeyError, TypeError):
         for given in fds:
             os.close(given)
-        return None
+        raise
 
 
-def tell(connection: socket.socket, answer: dict[str, int]) -> None:
+def _decoded(given: Any) -> Any:
+    """Text of the bytes that a client sends, one letter each, as this interpreter decodes them."""
+    if isinstance(given, dict):
+        return {_decoded(name): _decoded(value) for name, value in given.items()}
+    if isinstance(given, list):
+        return [_decoded(one) for one in given]
+    return os.fsdecode(given.encode("latin-1"))
+
+
+def tell(connection: socket.socket, answer: dict[str, Any]) -> None:
     """One line to a client, which may have gone."""
     try:
         connection.sendall(json.dumps(answer).encode() + b"\n")

@@ -23,6 +23,8 @@ import time
 
 START = {"MEGATRON_FT_START": "warm"}
 """What the child reports of its start; a command that this process becomes starts cold."""
+WHY_COLD = "MEGATRON_FT_WHY_COLD"
+"""Why such a command starts cold."""
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
 """Longest wait for a host that still imports; a cold start would import as long."""
@@ -31,6 +33,14 @@ STATUS_SECONDS = 5.0
 PEER = (socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
 IGNORABLE = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT")
+
+
+def as_bytes(text: str) -> str:
+    """The bytes of an argument, path or variable, one letter each.
+
+    The host may decode them otherwise: this process is isolated from variables that say how.
+    """
+    return os.fsencode(text).decode("latin-1")
 
 
 def request_of(command: list[str]) -> bytes:
@@ -44,9 +54,9 @@ def request_of(command: list[str]) -> bytes:
     }
     return json.dumps(
         {
-            "argv": command,
-            "env": {**os.environ, **START},
-            "cwd": os.getcwd(),
+            "argv": [as_bytes(word) for word in command],
+            "env": {as_bytes(n): as_bytes(v) for n, v in {**os.environ, **START}.items()},
+            "cwd": as_bytes(os.getcwd()),
             "umask": umask,
             "limits": limits,
             "affinity": sorted(os.sched_getaffinity(0)),
@@ -74,8 +84,8 @@ def connect(path: str) -> socket.socket | None:
             return None
 
 
-def ask(connection: socket.socket, command: list[str], seconds: float) -> int | None:
-    """The number of the forked process; 0 if the host refuses, None if it gives no answer."""
+def ask(connection: socket.socket, command: list[str], seconds: float) -> tuple[int | None, str]:
+    """The number of the forked process; 0 if the host refuses, None if it gives no answer; why."""
     # The child is killed by the kernel when nobody holds the end of this pipe that stays here.
     link, _kept = os.pipe()
     message = request_of(command)
@@ -84,10 +94,11 @@ def ask(connection: socket.socket, command: list[str], seconds: float) -> int | 
         sent = socket.send_fds(connection, [message], [0, 1, 2, link])
         connection.sendall(message[sent:])
         connection.shutdown(socket.SHUT_WR)
-        return int(json.loads(read_line(connection))["pid"])
-    except (OSError, ValueError):
+        answer = json.loads(read_line(connection))
+        return int(answer["pid"]), str(answer.get("why", ""))
+    except (OSError, ValueError) as error:
         os.close(_kept)
-        return None
+        return None, f"the trainer host gave no answer: {error or type(error).__name__}"
     finally:
         os.close(link)
 
@@ -145,14 +156,16 @@ def main() -> None:
     """Run the command warm, or become it."""
     path, command = sys.argv[1], sys.argv[2:]
     deadline = time.monotonic() + ANSWER_SECONDS
+    why = f"no trainer host listens at {path}"
     # A host that replaces itself closes its connections, and answers the next one.
     while (left := deadline - time.monotonic()) > 0 and (connection := connect(path)) is not None:
-        pid = ask(connection, command, left)
+        pid, why = ask(connection, command, left)
         if pid:
             leave(wait_for(connection, pid))
         connection.close()
         if pid == 0:
             break
+    os.environ[WHY_COLD] = why
     os.execvp(command[0], command)
 
 

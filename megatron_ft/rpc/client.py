@@ -16,7 +16,7 @@ from pathlib import Path
 
 import zmq
 
-from megatron_ft.core.environment import ProcessEnvironment, start_kind
+from megatron_ft.core.environment import WHY_COLD, ProcessEnvironment, start_kind
 from megatron_ft.core.errors import ControlPlaneError, error_class
 from megatron_ft.core.frameworks import imported_versions
 from megatron_ft.core.identity import RankRule, SealedRecord, SnapshotId
@@ -106,6 +106,7 @@ class TrainerClient:
             pid_namespace=pid_namespace(),
             start=start_kind(),
             versions=imported_versions(),
+            why_cold=os.environ.get(WHY_COLD, ""),
         )
         welcome = self._ask(message, m.Welcome, HELLO_TIMEOUT_SECONDS)
         assert isinstance(welcome, m.Welcome)

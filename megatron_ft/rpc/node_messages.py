@@ -69,7 +69,8 @@ class Hello(Message, frozen=True):
     """A trainer introduces itself and is watched through a pidfd from here on.
 
     ``coordinates`` are its model-parallel coordinates without the data-parallel one;
-    ``pid_namespace`` is where ``pid`` holds, 0 if that is not known; ``start`` is how it came up.
+    ``pid_namespace`` is where ``pid`` holds, 0 if that is not known; ``start`` is how it came up,
+    ``why_cold`` why it did not start warm, if it was to.
     ``versions`` are those of the packages that it has imported, for evidence.
     """
 
@@ -82,6 +83,7 @@ class Hello(Message, frozen=True):
     pid_namespace: Count = 0
     start: StartKind = "cold"
     versions: dict[str, str] = {}
+    why_cold: str = ""
 
 
 class Welcome(Message, frozen=True):

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 KINDS: Mapping[str, str] = {
     "supervising": "a supervisor has begun",
     "transport": "parity travels over TCP instead of MPI",
-    "cold_start": "trainers cannot be forked and import anew at each start",
+    "cold_start": "trainers could not be forked and import anew, for a reason that is given",
     "new_process": "a rank that survived starts in a new process, for a reason that is given",
     "waiting": "a node obeys an older supervisor, or none yet, and is waited for",
     "trainers_started": "trainers were started",

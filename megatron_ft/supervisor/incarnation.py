@@ -110,6 +110,8 @@ class Incarnation:
         spec, plan, registration = self.spec, self.plan, self.registration
         await registration.wait(spec.settings.register_timeout_seconds, self._on_late_ranks)
         self.watch.clock.registered(registration.starts())
+        for why, ranks in registration.cold().items():
+            self._emit("cold_start", f"ranks {sorted(ranks)} started cold: {why}", ranks=ranks)
         restored = plan.decision.snapshot is not None and not plan.reshaped
         stored = plan.decision.stripes if restored else ()
         places = registration.places()

@@ -98,6 +98,14 @@ class Registration:
         ranks = {k: sorted(h.rank for _, h in self.hellos.values() if h.start == k) for k in STARTS}
         return {kind: numbers for kind, numbers in ranks.items() if numbers}
 
+    def cold(self) -> dict[str, list[int]]:
+        """Reasons for which ranks have started cold that were to start warm, to these ranks."""
+        found: dict[str, list[int]] = {}
+        for _, hello in self.hellos.values():
+            if hello.start == "cold" and hello.why_cold:
+                found.setdefault(hello.why_cold, []).append(hello.rank)
+        return found
+
     def placements(self) -> dict[str, ShardPlacement]:
         """Placement of each shard, for a later incarnation that has nothing but a disk."""
         return {

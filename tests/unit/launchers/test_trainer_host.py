@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.core.environment import IMPORTS_NAME, START
+from megatron_ft.core.environment import IMPORTS_NAME, START, WHY_COLD
 from megatron_ft.core.startup import before_script
 from megatron_ft.launchers import trainer_host, warm_client
 from megatron_ft.supervisor.trainer_hosts import why_cold
@@ -177,6 +177,55 @@ def test_what_cannot_be_forked_is_left_to_the_process(place: Place) -> None:
     assert "megatron.threads is left to the trainers: importing it starts a thread" in said
 
 
+def test_a_cold_start_says_why(place: Place) -> None:
+    environment = {**place.environment, "RANK": "3", "LONG": "x" * (64 << 10)}
+    words = [sys.executable, "-I", "-S", warm_client.__file__, place.socket, sys.executable]
+    done = subprocess.run(
+        [*words, "-c", "import os; print(os.environ['MEGATRON_FT_WHY_COLD'])"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        timeout=WAIT_SECONDS,
+        text=True,
+    )
+    assert "cannot fork it: its variables are longer" in done.stdout
+    assert WHY_COLD == warm_client.WHY_COLD
+
+
+@given(st.binary(max_size=30))
+def test_bytes_of_any_locale_are_the_same_on_both_sides(given: bytes) -> None:
+    """The client is isolated from variables by which the host may decode otherwise."""
+    raw = os.fsdecode(given)
+    request = {"argv": [warm_client.as_bytes(raw)], "env": {"a": warm_client.as_bytes(raw)}}
+    assert trainer_host._decoded(json.loads(json.dumps(request))) == {
+        "argv": [raw],
+        "env": {"a": raw},
+    }
+
+
+@pytest.mark.all_layouts
+@pytest.mark.parametrize(
+    "variables", [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"LC_ALL": "C"}]
+)
+def test_paths_of_any_letters_start_warm_in_any_locale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    folder = tmp_path / "gr\u00f6 \u00dfe"
+    folder.mkdir()
+    place = Place(folder)
+    (folder / "\u00f1 \u03b1.py").write_text(
+        "import os, sys\nprint(os.environ['MEGATRON_FT_START'], ascii(os.fsencode(sys.argv[1])))"
+    )
+    try:
+        process = place.start("\u00fc", script="\u00f1 \u03b1.py")
+        assert process.communicate("", WAIT_SECONDS)[0].split()[0] == "warm"
+    finally:
+        place.host.kill()
+        place.host.wait()
+        place.log.close()
+
+
 def test_random_numbers_differ_between_processes(place: Place) -> None:
     outs = [place.start("0").communicate("", WAIT_SECONDS)[0] for _ in range(2)]
     first, second = map(json.loads, outs)
@@ -273,7 +322,8 @@ def test_a_host_that_does_not_answer_is_given_up(
         connection = warm_client.connect(path)
         assert connection is not None
         with connection:
-            assert warm_client.ask(connection, ["python3", "x.py"], 0.1) is None
+            pid, why = warm_client.ask(connection, ["python3", "x.py"], 0.1)
+            assert pid is None and "no answer" in why
 
 
 @pytest.mark.parametrize(
