@@ -164,3 +164,18 @@ def test_arenas_that_are_not_trusted_are_set_aside_until_a_recovery_did_without(
     assert aside.is_file() and "the notes are damaged" in store.damaged["dp0.arena"]
     free(store.keep_only([], NodeMachine("node0")), store.forget_damaged())
     assert not aside.exists() and not store.damaged
+
+
+@pytest.mark.parametrize("damage", [magic, version, arena_header, slot_headers, open_to_others])
+def test_what_its_owner_knows_is_written_again_while_trainers_run(
+    node: Node, damage: Damage
+) -> None:
+    """Encoders that are started next open the arena, and so does a drain."""
+    store, machine = node
+    path = store.arenas["dp0"].path
+    store.mend(machine)
+    damage(path)
+    store.mend(machine)
+    assert path.stat().st_mode & 0o777 == 0o600
+    with Arena.open(path, job=JOB) as arena:
+        assert arena.slot(0) == NOW and damaged_records(arena) == []
