@@ -40,7 +40,7 @@ from megatron_ft.core.environment import NODE_DIR
 from megatron_ft.core.errors import UnencodableError
 from megatron_ft.core.identity import shard_id
 from megatron_ft.core.objects import encode
-from megatron_ft.trainer.loader_order import samplers_of
+from megatron_ft.trainer.loader_order import READERS, OwnState, samplers_of
 from megatron_ft.trainer.state import drawn
 
 log = logging.getLogger(__name__)
@@ -231,6 +231,11 @@ class Feeder(TrainerCallback):  # type: ignore[misc]
         names = {type(sampler).__name__ for sampler in samplers_of(loader)}
         if unknown := sorted(names - KNOWN_SAMPLERS):
             return f"the order of its data comes from {', '.join(unknown)}"
+        # The Trainer skips without reading, and begins a stream's generators anew.
+        if drawn_by := OwnState(loader).generators_of(READERS):
+            return (
+                f"its data are drawn from {drawn_by[0]}, whose state the Trainer does not restore"
+            )
         try:
             encode(self._entries())
         except (UnencodableError, TypeError, ValueError) as error:

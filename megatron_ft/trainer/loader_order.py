@@ -28,6 +28,9 @@ MOST_OBJECTS, MOST_DEPTH, MOST_ITEMS = 4000, 8, 64
 SMALL_ITEMS = 4096
 """A list or array of a sampler up to this length is kept where passes change it."""
 
+READERS = ("dataset", "collate_fn", "worker_init_fn")
+"""Parts of a loader that are at work as samples are read."""
+
 _GENERATORS = (
     *(torch.Generator, random.Random, np.random.Generator, np.random.RandomState),
     *(np.random.BitGenerator, np.random.SeedSequence),
@@ -84,10 +87,10 @@ class OwnState:
                 )
             _set_generator(found.generators[path], value)
 
-    def draws_in(self, parts: Sequence[str]) -> bool:
-        """True if one of the loader's ``parts``, such as "dataset", owns a generator."""
-        paths = (re.split(r"[.:\[]", path) for path in self._found.generators)
-        return any(part in path for path in paths for part in parts)
+    def generators_of(self, parts: Sequence[str]) -> list[str]:
+        """The generators that the loader's ``parts`` own, such as "dataset"."""
+        paths = {path: re.split(r"[.:\[]", path) for path in self._found.generators}
+        return [path for path, names in paths.items() if {*names} & {*parts}]
 
     def problem(self) -> str:
         """The reason why a pass cannot be repeated, '' if none is known."""
@@ -186,6 +189,8 @@ def _below(loader: Any) -> Iterator[tuple[str, Any]]:
             continue
         if hasattr(type(one), "__next__") and one is not loader:
             continue  # an iterator under way
+        if type(one).__module__.startswith("megatron_ft.") and one is not loader:
+            continue
         seen[id(one)] = one  # keeps it, and so its id
         yield path, one
         # Accelerate's seedable sampler makes and seeds a generator of its own in every pass.

@@ -20,7 +20,13 @@ from torch.utils.data import DistributedSampler
 
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
 from megatron_ft.trainer.loader_habits import ENDLESS, ReadingPace, in_cycle
-from megatron_ft.trainer.loader_order import EpochNumbers, OwnState, numbered, samplers_of
+from megatron_ft.trainer.loader_order import (
+    READERS,
+    EpochNumbers,
+    OwnState,
+    numbered,
+    samplers_of,
+)
 from megatron_ft.trainer.loader_trace import (
     BatchTrace,
     ItemTrace,
@@ -342,7 +348,7 @@ class LoaderPosition:
 
     def _own_draws_in_workers(self) -> bool:
         """True if workers draw from generators of the data set, which skipping leaves behind."""
-        return bool(workers_of(self.loader)) and self._own.draws_in(("dataset", "collate_fn"))
+        return bool(workers_of(self.loader) and self._own.generators_of(READERS))
 
     def _workers_are_behind(self) -> bool:
         """True if a data set has another epoch than when workers got it."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_ft.trainer import resumable_loader
+from megatron_ft.trainer.loader_order import READERS
 from megatron_ft.trainer.loader_position import LoaderPosition, Pass, is_right
 from megatron_ft.trainer.loader_trace import (
     BatchTrace,
@@ -93,7 +94,7 @@ class PreparedPosition(LoaderPosition):
 
     def _can_skip(self) -> bool:
         # The loader reads a batch ahead: with generators of a data set as they were before it.
-        return bool(self._attribute) and not self._own.draws_in(("dataset", "collate_fn"))
+        return bool(self._attribute) and not self._own.generators_of(READERS)
 
     def _skipping(self, place: dict[str, Any], afresh: bool) -> Pass | None:
         """Skip in the sampler, but for the last used batch: the loader reads one ahead."""
@@ -118,7 +119,10 @@ class PreparedPosition(LoaderPosition):
 
     def state_dict(self) -> dict[str, Any]:
         """The place, and whether the last batch was read: only Accelerate knows it of a stream."""
-        return {"ended": self.loader.end_of_dataloader, **super().state_dict()}
+        state, ended = super().state_dict(), self.loader.end_of_dataloader
+        if ended and self._pending is None:
+            state["now"] = self._own.moment()
+        return {**state, "ended": ended}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the place; after the last batch of a pass the next pass begins."""
@@ -134,7 +138,8 @@ def watch(loader: Any) -> PreparedPosition:
     """Make a prepared loader keep its position."""
     position = PreparedPosition(_AsPrepared(loader))
     kind = type(loader)
-    watched = type(kind.__name__, (kind,), {"__iter__": lambda _: position.begin()})
+    own = {"__iter__": lambda _: position.begin(), "__module__": kind.__module__}
+    watched = type(kind.__name__, (kind,), own)
     # Not by assignment: Accelerate's classes have a property of that name.
     vars(object)["__class__"].__set__(loader, watched)
     resumable_loader.register(position)

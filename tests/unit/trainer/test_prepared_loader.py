@@ -1,0 +1,60 @@
+"""Loaders of ``accelerator.prepare``, stopped anywhere: the samples of a run without a stop."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("accelerate")
+
+import torch  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
+from accelerate.utils import DataLoaderConfiguration  # noqa: E402
+
+from megatron_ft.core.objects import decode, encode  # noqa: E402
+from megatron_ft.trainer import accelerator_state, resumable_loader  # noqa: E402
+from megatron_ft.trainer.prepared_loader import watch  # noqa: E402
+from megatron_ft.trainer.state import RngState  # noqa: E402
+from tests.support.loader_runs import new_process, passes  # noqa: E402
+from tests.unit.trainer.test_loader_positions import LOADERS, PER_PASS, STREAMS  # noqa: E402
+
+KINDS = ("numpy Generator", "a list that is shuffled", "noisy samples", "stream", "weighted")
+CONFIGURED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dispatch": {"dispatch_batches": True},
+    "split": {"split_batches": True},
+    "seedable": {"use_seedable_sampler": True},
+}
+
+
+def prepared(kind: str, seed: int, configured: str) -> Any:
+    new_process(seed)
+    accelerator_state._forget()
+    config = DataLoaderConfiguration(**CONFIGURED[configured])
+    one = Accelerator(cpu=True, dataloader_config=config)
+    torch.manual_seed(1)
+    return one.prepare({**LOADERS, **STREAMS}[kind]())
+
+
+@pytest.mark.parametrize("stop", [1, 3, PER_PASS, 8, 2 * PER_PASS])
+@pytest.mark.parametrize("configured", CONFIGURED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_samples_are_those_of_a_run_without_stop(kind: str, configured: str, stop: int) -> None:
+    whole = [b.tolist() for b in islice(passes(prepared(kind, 1, configured)), stop + 8)]
+    loader = prepared(kind, 1, configured)
+    watch(loader)
+    data = passes(loader)
+    used = [next(data).tolist() for _ in range(stop)]
+    places = resumable_loader.positions()
+    assert [place["trace"] is None for place in places.values()] == [False]
+    stored = encode((places, RngState().state_dict()))
+    loader = prepared(kind, 77, configured)
+    watch(loader)
+    places, states = decode(stored)
+    resumable_loader.set_positions(places)
+    RngState().load_state_dict(states)
+    assert used + [b.tolist() for b in islice(passes(loader), 8)] == whole
+    accelerator_state._forget()
