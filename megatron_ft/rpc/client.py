@@ -31,6 +31,7 @@ NOTED_TIMEOUT_SECONDS = 10.0
 """Longest wait of a loaded rank for its SMP's confirmation; then it trains all the same."""
 
 OutcomeCallback = Callable[[SnapshotId, str], None]
+ArenaCallback = Callable[[Path], None]
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class TrainerClient:
 
     Call ``hello`` once, ``prepare`` once the layout is known, then ``send`` Sealed, Missed or
     Abandoned at each capture's end.  ``on_outcome`` is called from the client's thread with
-    "protected", "committed" or "aborted".
+    "protected", "committed" or "aborted", ``on_arena`` when the job has made another arena.
     """
 
     def __init__(self, environment: ProcessEnvironment, rank: int, local_rank: int = 0) -> None:
@@ -80,6 +81,7 @@ class TrainerClient:
         self._rank, self._local_rank = rank, local_rank
         self.shard_id = ""
         self.on_outcome: OutcomeCallback | None = None
+        self.on_arena: ArenaCallback | None = None
         self._answers: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
         self._noted = threading.Event()
         self._closed = False
@@ -221,6 +223,10 @@ class TrainerClient:
     def _on_message(self, message: m.Message) -> None:
         if isinstance(message, m.Noted):
             self._noted.set()
+            return
+        if isinstance(message, m.Renewed):
+            if self.on_arena is not None:
+                self.on_arena(Path(message.arena))
             return
         if not isinstance(message, m.SnapshotOutcome):
             self._answers.put(message)

@@ -16,6 +16,7 @@ import msgspec
 from megatron_ft.arena.format import SlotHeader
 from megatron_ft.core.identity import Ancestor, Count, Iteration, ShardId, SnapshotId
 from megatron_ft.rpc import node_messages as node
+from megatron_ft.rpc.arena_messages import Attached, Outgrown
 from megatron_ft.rpc.heartbeat_page import PulseReport
 from megatron_ft.rpc.node_messages import Message, Name, Seconds, StripeOrder
 
@@ -442,6 +443,8 @@ EventBody = (
     node.Hello
     | node.Restartable
     | node.Prepare
+    | Outgrown
+    | Attached
     | node.Sealed
     | node.Missed
     | node.Abandoned

@@ -16,6 +16,7 @@ import msgspec
 
 from megatron_ft.core.errors import UNREADABLE, ControlPlaneError
 from megatron_ft.rpc.agent_messages import *  # noqa: F403
+from megatron_ft.rpc.arena_messages import *  # noqa: F403
 from megatron_ft.rpc.job_messages import *  # noqa: F403
 from megatron_ft.rpc.node_messages import *  # noqa: F403
 from megatron_ft.rpc.node_messages import Message

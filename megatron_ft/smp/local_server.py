@@ -30,8 +30,8 @@ RESTORE_TIMEOUT_SECONDS = 50.0
 """Longest wait for the coordinator to say what is restored; trainers wait longer for an answer."""
 
 PASSED_ON = (
-    *(m.Restored, m.Declined, m.Ending, m.CorruptShard),
-    *(m.Unfit, m.CaptureCost, m.Slowed),
+    *(m.Restored, m.Declined, m.Ending, m.CorruptShard, m.Unfit),
+    *(m.CaptureCost, m.Slowed, m.Outgrown, m.Attached),
 )
 """Messages of trainers that the coordinator alone decides upon."""
 

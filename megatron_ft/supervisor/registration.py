@@ -150,23 +150,17 @@ class Registration:
     ) -> tuple[StripeState, ...]:
         """The stripes of this incarnation: the ``stored`` ones if there are, else planned anew.
 
-        LayoutMismatchError if the shards no longer fit the stored ones.
+        A shard may have outgrown its arena since: then a larger one is made while it trains.
+        LayoutMismatchError if the shards are not the stored ones.
         """
         if not stored:
             return new_stripes(self._rank_places(), scheme, block_bytes)
-        room = {shard: stripe.data_bytes for stripe in stored for shard in stripe.members}
-        if room.keys() != self.layouts.keys():
+        known = {shard for stripe in stored for shard in stripe.members}
+        if known != self.layouts.keys():
             raise LayoutMismatchError(
-                f"the job's snapshots hold shards {sorted(room)}, the trainers bring "
+                f"the job's snapshots hold shards {sorted(known)}, the trainers bring "
                 f"{sorted(self.layouts)}: another parallel shape. {OTHER_SHAPE}"
             )
-        for shard_id, prepare in self.layouts.items():
-            if prepare.required_bytes > room[shard_id]:
-                raise LayoutMismatchError(
-                    f"shard {shard_id} needs {prepare.required_bytes} bytes, its arena has room "
-                    f"for {room[shard_id]}: has the model changed? Run with the old flags, or "
-                    "under another --job name"
-                )
         return tuple(stored)
 
     def _rank_places(self) -> list[RankPlace]:

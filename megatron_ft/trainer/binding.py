@@ -102,10 +102,10 @@ def changed_early(names: Sequence[str]) -> str:
 
 
 def layout_changed(mismatch: str) -> str:
-    """The reason of a snapshot that is not taken, for logs and status, with the way out."""
+    """The reason of a snapshot that is not taken, for logs and status."""
     return (
-        f"the layout has changed since it was planned ({mismatch}); training continues without "
-        "newer snapshots until it is as before. Create all state before the first snapshot"
+        f"the layout has changed ({mismatch}); it is planned anew at the boundary of the next "
+        "snapshot"
     )
 
 
@@ -158,8 +158,13 @@ class LayoutBinding:
     ``copied_bytes`` are the tensor bytes that one snapshot copies.
     """
 
-    def __init__(self, layout: ShardLayout, regions: list[Bytes]) -> None:
-        """``regions`` are the writable data regions, one per slot."""
+    def __init__(
+        self, layout: ShardLayout, regions: list[Bytes], *, thorough: bool = False
+    ) -> None:
+        """``regions`` are the writable data regions, one per slot.
+
+        ``thorough``: compare all tensors at each boundary, as they were once found to differ later.
+        """
         entries, by_name = layout.entries, layout.by_name()
         self.layout = layout
         self.layout_bytes = layout.to_bytes()
@@ -180,6 +185,7 @@ class LayoutBinding:
             {e.name: stored_view(region, e) for e in self._owners}
             for region in map(region_tensor, regions)
         ]
+        self._thorough, self._changed = thorough, ""
         self._bound: BoundState | None = None
         self._items: dict[int, list[CopyList]] = {}
         self.sampler = Sampler(self.lazy_entries)
@@ -191,9 +197,17 @@ class LayoutBinding:
 
         Compares the names, and all of those that are read at the boundary.  The others are
         compared when they are bound: to look at thousands would hold training for a millisecond.
+        What was found then is the answer from there on.
         """
-        same_names = self._in_order(live) is not None
-        return self._difference(live, self._boundary_forms if same_names else self._forms)
+        if self._changed:
+            return self._changed
+        few = not self._thorough and self._in_order(live) is not None
+        return self._difference(live, self._boundary_forms if few else self._forms)
+
+    @property
+    def seen_late(self) -> bool:
+        """True if a tensor was found to differ when its bytes were about to be copied."""
+        return self._thorough or bool(self._changed)
 
     def at_boundary(self, live: Mapping[str, torch.Tensor], slot: int) -> list[CopyItem]:
         """The copies of what forward may change; ``mismatch`` must have been asked before."""
@@ -225,6 +239,7 @@ class LayoutBinding:
         tensors = self._in_order(live)
         difference = self._difference(live, self._forms) or self._parted(live)
         if difference or tensors is None:
+            self._changed = difference
             raise ValueError(layout_changed(difference))
         return BoundState.of(self._names, tensors, _FORMS)
 
@@ -276,6 +291,12 @@ class LayoutBinding:
             chosen = {entry.name for entry in self._owners}
         self._early, self._items = self._early | chosen, {}
         self._set_lazy()
+
+    def hurry_like(self, before: LayoutBinding) -> None:
+        """Copy early what another binding did, of the tensors that both have."""
+        known = before._early & {entry.name for entry in self._owners}
+        if before.hurries_all or known:
+            self.hurry(() if before.hurries_all else known)
 
     def _set_lazy(self) -> None:
         early, owner = self._early, self._owner_of

@@ -25,21 +25,16 @@ from pathlib import Path
 from megatron_ft.arena.format import Permit
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.identity import SealedRecord, SnapshotId
-from megatron_ft.core.objects import encode
-from megatron_ft.core.shard import ShardLayout, pack_encoded
+from megatron_ft.core.shard import ShardLayout
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.client import TrainerClient
-from megatron_ft.trainer.binding import changed_early, layout_changed
+from megatron_ft.trainer.binding import changed_early
+from megatron_ft.trainer.capture_arena import CaptureArena
 from megatron_ft.trainer.capture_run import CaptureRun
 from megatron_ft.trainer.copier import Copier
 from megatron_ft.trainer.engine import CaptureEngine
 from megatron_ft.trainer.replicas import ReplicaDigester
-from megatron_ft.trainer.state import (
-    KnowsOptimizers,
-    TrainingState,
-    WrapsTensors,
-    live_tensors,
-)
+from megatron_ft.trainer.state import KnowsOptimizers, TrainingState, WrapsTensors
 from megatron_ft.trainer.stats import CaptureStats, IterationTimes, LateIterations, Warner
 from megatron_ft.trainer.ticket import Ticket, TicketBook
 
@@ -149,8 +144,7 @@ class Capture:
         self._times, self._beside = IterationTimes(), False
         self._late = LateIterations(config.p99_budget_percent)
         self._tickets = TicketBook()
-        self._engine: CaptureEngine | None = None
-        self._form = b""
+        self._arena = CaptureArena(client, warn, self._replicas.forget)
         self._run: CaptureRun | None = None
         self._answered: SnapshotId | None = None
         self._ended = -1
@@ -160,7 +154,7 @@ class Capture:
     @property
     def is_open(self) -> bool:
         """True if there is an arena to capture into."""
-        return self._engine is not None
+        return self._arena.is_open
 
     @property
     def running(self) -> bool:
@@ -176,10 +170,12 @@ class Capture:
         self, path: Path, shard_id: str, layout: ShardLayout, copier: Copier, form: bytes
     ) -> None:
         """Map the arena at ``path``; ``form`` is stored with each snapshot."""
-        self._form = form
-        self._engine = CaptureEngine(
-            path, shard_id, layout, copier, self._on_begin, self._on_sealed, self._on_abandoned
-        )
+
+        def make(path: Path, layout: ShardLayout) -> CaptureEngine:
+            ends = self._on_begin, self._on_sealed, self._on_abandoned
+            return CaptureEngine(path, shard_id, layout, copier, *ends)
+
+        self._arena.open(make, path, layout, form)
 
     def report_loss(self, loss: float) -> None:
         """Take the loss of the iteration that is about to end, for the loss gate."""
@@ -213,12 +209,9 @@ class Capture:
         return Ticket(iteration)
 
     def _act(self, iteration: int, adapt: Callable[[], TrainingState], declined: bool) -> Ticket:
-        assert self._engine is not None
         if not self._fenced:
             self._look_behind(iteration, adapt)
         fenced, self._fenced = self._fenced, False
-        self._engine.arena.write_progress(iteration)
-        permit = self._engine.arena.permit()
         if went_back := iteration < self._ended:
             self._warn(
                 "order",
@@ -227,6 +220,13 @@ class Capture:
                 iteration,
                 self._ended,
             )
+        if not self.running:
+            self._arena.move(self._timeout_seconds)
+        if (engine := self._arena.engine) is None:
+            self._ended = iteration
+            return self.skip(iteration)
+        engine.arena.write_progress(iteration)
+        permit = engine.arena.permit()
         due = boundary_action(
             permit,
             iteration,
@@ -265,7 +265,6 @@ class Capture:
 
         The copy is waited for here unless it ``may_last`` until the next fence.
         """
-        assert self._engine is not None
         self._answered = permit.snapshot
         started = time.monotonic()
         ticket = Ticket(permit.iteration, permit.snapshot)
@@ -276,9 +275,11 @@ class Capture:
             return ticket
         finally:
             self._stats.stall_seconds += time.monotonic() - started
-        if not may_last or self._engine.binding.hurries_all:
+        assert self._arena.engine is not None
+        binding = self._arena.engine.binding
+        if not may_last or binding.hurries_all:
             self._hold_without_fence(self._run)
-        elif self._engine.binding.hurries:
+        elif binding.hurries:
             self._hold(early=True)
         self._stay(permit, ticket, started + permit.stay)
         return ticket
@@ -286,20 +287,14 @@ class Capture:
     def _begin(
         self, permit: Permit, ticket: Ticket, state: TrainingState, started: float
     ) -> CaptureRun:
-        assert self._engine is not None
-        live = live_tensors(state)
-        mismatch = self._engine.binding.mismatch(live)
-        if mismatch:
-            raise ValueError(layout_changed(mismatch))
-        # Encoded now, as training continues with them; put beside the layout by the copy thread.
-        objects = encode(state.objects())
-        meta = partial(pack_encoded, self._engine.binding.layout_bytes, objects, self._form)
+        live, meta = self._arena.fit(state)
+        assert self._arena.engine is not None
         compare = None
         if self._replicas.due(permit.snapshot):
             compare = partial(self._replicas.take, state)
         self._tickets.add(ticket)
         wrapped = state.wrapped() if isinstance(state, WrapsTensors) else None
-        return self._engine.begin(permit, ticket, live, meta, started, compare, wrapped)
+        return self._arena.engine.begin(permit, ticket, live, meta, started, compare, wrapped)
 
     def _stay(self, permit: Permit, ticket: Ticket, until: float) -> None:
         """Stay at this boundary until the job ends this incarnation, which loses nothing then.
@@ -307,9 +302,9 @@ class Capture:
         Training continues when the snapshot is not committed with parity, when the permit word is
         not of this one any more, or when the time is over.
         """
-        assert self._engine is not None
+        assert self._arena.engine is not None
         while time.monotonic() < until and not ticket.spoiled:
-            if self._engine.revoked(permit):
+            if self._arena.engine.revoked(permit):
                 return
             time.sleep(STAY_LOOK_SECONDS)
 
@@ -326,14 +321,14 @@ class Capture:
         # What was copied while training stood here was looked at by the copy thread.
         changed = [] if waited else run.look(last=True, fenced=True)
         run.forget()
-        if changed and self._engine is not None:
-            self._engine.binding.hurry(changed)
+        if changed and self._arena.engine is not None:
+            self._arena.engine.binding.hurry(changed)
             if run.finished.is_set() and not run.stop_reason:
                 self._warn("early", "iteration %d: %s", self._ended + 1, changed_early(changed))
 
     def _look_behind(self, iteration: int, adapt: Callable[[], TrainingState]) -> None:
         """An iteration without a fence has ended: find out whether it has changed anything."""
-        run, engine = self._run, self._engine
+        run, engine = self._run, self._arena.engine
         if run is None or engine is None or run.witness is None:
             return
         changed = run.look(last=True)
@@ -365,8 +360,7 @@ class Capture:
         self._hold()
         if self._run is not None:
             self._run.forget()
-        if self._engine is not None:
-            self._engine.binding.forget()
+        self._arena.forget_tensors()
 
     def _hold_without_fence(self, run: CaptureRun) -> None:
         """Wait for the copy here, as nothing says that anybody will before tensors change."""
@@ -410,13 +404,12 @@ class Capture:
 
         A second call does nothing.
         """
-        if self._engine is None:
+        if not self.is_open:
             return
         if at_once and self._run is not None:
             self._run.stop("the job restarts")
         self._hold()
-        self._engine.close(self._timeout_seconds)
-        self._engine = None
+        self._arena.close(self._timeout_seconds)
 
     def _on_begin(self, snapshot: SnapshotId, iteration: int, slot: int) -> None:
         """The engine asks for the promised slot; its header shows when it is this snapshot's."""

@@ -24,7 +24,7 @@ from megatron_ft.core.errors import (
 )
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SealedRecord, SnapshotId
-from megatron_ft.core.shard import ShardLayout, pack_meta
+from megatron_ft.core.shard import ShardLayout, pack_meta, plan_layout
 from megatron_ft.trainer.binding import LayoutBinding, changed_early
 from megatron_ft.trainer.capture_run import CaptureRun, Compare
 from megatron_ft.trainer.copier import Copier, ShouldStop, ranges
@@ -60,9 +60,13 @@ def required_bytes(layout: ShardLayout, objects: dict[str, Any], form: bytes) ->
 
     UnencodableError names an object that cannot be stored.
     """
-    meta = pack_meta(layout.to_bytes(), objects, form)
-    capacity = 2 * len(meta) + META_SPARE_BYTES
-    return digest.required_bytes(layout.tensor_bytes, capacity, PLANNING_BLOCK_BYTES)
+    return with_spare(layout.tensor_bytes, len(pack_meta(layout.to_bytes(), objects, form)))
+
+
+def with_spare(tensor_bytes: int, meta_bytes: int) -> int:
+    """Bytes of a data slot for so much, with room for the small objects to grow."""
+    capacity = 2 * meta_bytes + META_SPARE_BYTES
+    return digest.required_bytes(tensor_bytes, capacity, PLANNING_BLOCK_BYTES)
 
 
 def choose_copier(state: TrainingState) -> Copier:
@@ -184,9 +188,25 @@ class CaptureEngine:
         self._block_bytes = header.geometry.block_bytes
         slots = list(range(header.geometry.slot_count))
         self._regions = [self.arena.data(slot, writable=True) for slot in slots]
-        self.binding = LayoutBinding(layout, self._regions)
+        # A restart finds the arena of the snapshot, which the state may have outgrown since.
+        fits = layout.tensor_bytes <= header.geometry.data_bytes
+        self.binding = LayoutBinding(layout if fits else plan_layout(()), self._regions)
         self._later = slots[1:] if self.arena.holes else []
         self._attach(slots[: len(slots) - len(self._later)])
+
+    def lacking(self, tensor_bytes: int, meta_bytes: int) -> int:
+        """Bytes that a slot has too few for so much; 0 if it has room."""
+        needed = digest.required_bytes(tensor_bytes, meta_bytes, self._block_bytes)
+        return max(0, needed - self.arena.geometry.data_bytes)
+
+    def rebind(self, layout: ShardLayout, before: LayoutBinding) -> None:
+        """Capture this layout from here on; a slot has room for it, and no capture is running.
+
+        What was learned of the tensors ``before`` holds for those that are left.
+        """
+        self.binding.release()
+        self.binding = LayoutBinding(layout, self._regions, thorough=before.seen_late)
+        self.binding.hurry_like(before)
 
     def _attach(self, slots: list[int], *, resting: bool = False) -> None:
         """Make these slots, which have memory, ready for copies.

@@ -30,15 +30,15 @@ from megatron_ft.rpc.client import ReshapeOffer, RestoreOffer, TrainerClient
 from megatron_ft.trainer import resumable_loader
 from megatron_ft.trainer.calls import RECORDER
 from megatron_ft.trainer.capture import Capture
+from megatron_ft.trainer.capture_arena import PlannedState, plan_start
 from megatron_ft.trainer.copier import Copier
-from megatron_ft.trainer.engine import choose_copier, required_bytes
+from megatron_ft.trainer.engine import choose_copier
 from megatron_ft.trainer.fences import Fences
 from megatron_ft.trainer.heartbeats import TrainerWatch
 from megatron_ft.trainer.loader_position import Clock
 from megatron_ft.trainer.mapping import State, StateAdapter
 from megatron_ft.trainer.pending_restore import PendingRestore
-from megatron_ft.trainer.plan import check_replicas, plan_state
-from megatron_ft.trainer.state import HasCheckpointForm, TrainingState, TrainsInPlace
+from megatron_ft.trainer.state import TrainingState, TrainsInPlace
 from megatron_ft.trainer.stats import CaptureStats, Warner
 from megatron_ft.trainer.teardown import on_teardown
 from megatron_ft.trainer.ticket import Ticket
@@ -92,11 +92,10 @@ def watch(rank: int) -> TrainerWatch:
 
 
 class _Registered(NamedTuple):
-    """The arena of this rank, the layout that it was made for, and the checkpoint form."""
+    """The arena of this rank, and the layout that it is to hold."""
 
     arena: m.Prepared
-    layout: ShardLayout
-    form: bytes
+    plan: PlannedState
 
 
 def note_imports() -> None:
@@ -214,7 +213,7 @@ class SnapshotManager:
         self._fences = Fences(self._before_step)
         self._registered: _Registered | None = None
         self._last, self._reached = last or self.config.last_iteration, -1
-        self._said_end = False
+        self._said_end = self._unprotected = False
         self._thread, self._saved = StepThread(), False
         _open.add(self)
 
@@ -278,7 +277,7 @@ class SnapshotManager:
 
         Call it when the state is complete: an optimizer's moments exist after its first
         step or a load.  Blocks until all ranks have come here; raises what start-up can
-        raise (ArenaMemoryError, LayoutMismatchError, UnencodableError, ControlPlaneError), and
+        raise (ArenaMemoryError, ConfigError, UnencodableError, ControlPlaneError), and
         UsageError if a snapshot is offered that was neither loaded nor declined.
         """
         assert not self._capture.is_open, "prepare was called twice"
@@ -288,34 +287,33 @@ class SnapshotManager:
             self._warn_of_clients()
         with self._pending.reporting():
             adapted = self._adapt(state)
-            arena, layout, form = self._registered or self._register(adapted)
+            arena, plan = self._registered or self._register(adapted)
             self._registered = None
             copier = self._copier or choose_copier(adapted)
         if self.rank == 0:
-            self._say_what_is_captured(adapted, layout)
-        self._capture.open(Path(arena.arena), self.shard_id, layout, copier, form)
+            self._say_what_is_captured(adapted, plan.layout)
+        self._capture.open(Path(arena.arena), self.shard_id, plan.layout, copier, plan.form)
         self._fences.open()
         self.watch.training()
 
     def _register(self, state: TrainingState) -> _Registered:
         """Plan the layout, bring it to the job, and wait for the arena."""
-        layout = plan_state(state)
-        form = state.checkpoint_form() if isinstance(state, HasCheckpointForm) else b""
         if isinstance(state, TrainsInPlace):
             state.require_covered()
-        check_replicas(state, layout)
-        self._pending.check(layout)
+        plan = plan_start(state, self._pending.restored, self._warn)
         # Before all ranks have come here, when the supervisor asks for it.
         note_imports()
-        given = self._pending.give_layout(layout, form) if self._pending.reshapes else None
+        given = (
+            self._pending.give_layout(plan.layout, plan.form) if self._pending.reshapes else None
+        )
         try:
             arena = self._client.prepare(
-                required_bytes(layout, state.objects(), form),
+                plan.required_bytes,
                 self.config.fixed_interval,
                 timeout=self.config.register_timeout_seconds,
                 rank_rule=self._rank_rule,
             )
-            return _Registered(arena, layout, form)
+            return _Registered(arena, plan)
         finally:
             if given is not None:
                 given.unlink(missing_ok=True)
@@ -330,14 +328,15 @@ class SnapshotManager:
         if not self._saved:
             iteration = iteration_number(iteration)
         resumable_loader.iteration_ended()
-        if not self._capture.is_open:
-            self.prepare(state)
+        captures = self._capture.is_open or self._begin(state)
         self._saved = True
         try:
             iteration = iteration_number(iteration)
             self._thread.require()
             self._reached = iteration
             seconds = self.watch.iteration_ended(iteration)
+            if not captures:
+                return self._capture.skip(iteration)
             return self._capture.end_iteration(
                 iteration,
                 lambda: self._adapted(state),
@@ -349,6 +348,22 @@ class SnapshotManager:
             kind = type(error).__name__
             self._warn(kind, "save(%s) failed: %r; training continues", iteration, error)
             return self._capture.skip(iteration)
+
+    def _begin(self, state: State) -> bool:
+        """As ``prepare``; False, with a warning, for what must not end a job that was restored."""
+        self._pending.require_whole()
+        if self._unprotected:
+            return False
+        try:
+            self.prepare(state)
+        except MegatronFTError as error:
+            if self._pending.restored is None:
+                raise
+            self._unprotected = True
+            self.watch.training()
+            text = "no snapshot is taken before the next start: %s; training continues unprotected"
+            self._warn("prepare", text, error)
+        return self._capture.is_open
 
     def report_loss(self, loss: float) -> None:
         """Tell the loss of the iteration that is about to end; before its ``save``.

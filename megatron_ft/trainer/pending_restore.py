@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_ft.arena.arena import Arena
 from megatron_ft.core import private_files
@@ -15,23 +15,29 @@ from megatron_ft.core.errors import CorruptBlockError, MegatronFTError, UsageErr
 from megatron_ft.core.shard import ShardLayout, pack_meta
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.client import ReshapeOffer, RestoreOffer, TrainerClient
-from megatron_ft.trainer.identity_check import require_same_layout
 from megatron_ft.trainer.restore import SealedShard, read_objects, restore_shard
 from megatron_ft.trainer.state import TrainingState, require_reshapes
 
 logger = logging.getLogger(__name__)
 
 
+class RestoredShard(NamedTuple):
+    """The layout of a shard that was loaded, and the bytes of a slot that it took."""
+
+    layout: ShardLayout
+    used_bytes: int
+
+
 class PendingRestore:
     """The snapshot that one rank starts from; asks the SMP when it is first needed.
 
-    ``declined`` says that the rank starts without it, ``restored`` is the layout it had,
+    ``declined`` says that the rank starts without it, ``restored`` is the shard it had,
     ``broken_off`` the error that ended a load, whose first bytes may be in tensors by then.
     """
 
     def __init__(self, client: TrainerClient, shard_id: str, coordinates: tuple[int, ...]) -> None:
         self.declined = False
-        self.restored: ShardLayout | None = None
+        self.restored: RestoredShard | None = None
         self.broken_off: Exception | None = None
         self._client, self._shard_id, self._coordinates = client, shard_id, coordinates
         self._offer: RestoreOffer | ReshapeOffer | None = None
@@ -88,7 +94,8 @@ class PendingRestore:
             arena = Arena.open(offer.arena_path)
             try:
                 # The call alone holds the shard, whose memory is unmapped beside what follows.
-                self.restored = restore_shard(self._shard(arena, offer), into)
+                layout = restore_shard(self._shard(arena, offer), into)
+                self.restored = RestoredShard(layout, offer.record.used_bytes)
             except Exception as error:
                 # After any error some tensors and small objects may be the snapshot's by now.
                 self.broken_off = error
@@ -130,21 +137,17 @@ class PendingRestore:
                     "behind that iteration, or snapshots.decline() on all ranks"
                 )
 
-    def check(self, layout: ShardLayout) -> None:
-        """LayoutMismatchError unless what was restored fits what is captured from now on."""
-        if self.restored is not None:
-            with self.reporting():
-                require_same_layout(self.restored, layout)
-
     @contextmanager
     def reporting(self) -> Iterator[None]:
         """Reports to the job why this shard cannot be restored or captured, before that ends the
-        rank: errors that another start would meet again, and wrong bytes.
+        rank: errors that another start would meet again, and wrong bytes.  Behind a restore no
+        error ends it.
         """
         try:
             yield
         except MegatronFTError as error:
-            if not (error.lasting or isinstance(error, CorruptBlockError)):
+            fatal = error.lasting or isinstance(error, CorruptBlockError)
+            if not fatal or self.restored is not None:
                 raise
             if error.lasting:
                 self._client.send(m.Unfit(self._shard_id, type(error).__name__, str(error)))

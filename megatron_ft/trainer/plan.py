@@ -105,14 +105,26 @@ def dtype_from_name(name: str) -> torch.dtype:
     return dtype
 
 
-def plan_state(state: TrainingState, split_bytes: int = SPLIT_BYTES) -> ShardLayout:
+def plan_state(
+    state: TrainingState,
+    split_bytes: int = SPLIT_BYTES,
+    like: ShardLayout | None = None,
+) -> ShardLayout:
     """The layout of a complete state; replicated tensors of ``split_bytes`` or more are split.
 
-    The state must hold on to its tensors meanwhile: memory is compared by address.  ConfigError for
-    tensors of unsupported kinds.
+    With ``like`` only those are that this other layout splits in the same form: ranks have not
+    agreed on more.  The state must hold on to its tensors meanwhile: memory is compared by address.
+    ConfigError for tensors of unsupported kinds.
     """
     live, boundary = live_tensors(state), state.boundary_tensors().keys()
     splits = _splits(live, boundary, state.replicas(), split_bytes)
+    if like is not None:
+        known = {e.name: (e.dtype, e.shape) for e in like.entries if e.is_split}
+        splits = {
+            name: split
+            for name, split in splits.items()
+            if known.get(name) == (dtype_name(live[name].dtype), tuple(live[name].shape))
+        }
     places = state.logical_map() if isinstance(state, HasLogicalMap) else {}
     return plan_layout(
         _spec(name, tensor, name in boundary, splits.get(name, (0, 1)), places.get(name))

@@ -58,6 +58,10 @@ class ReplicaDigester:
         self._groups: list[ReplicaGroup] | None = None
         self._told = 0
 
+    def forget(self) -> None:
+        """Find out anew what belongs together: the state has other tensors."""
+        self._groups, self._told = None, 0
+
     def due(self, snapshot: SnapshotId) -> bool:
         """True if the replicas of a snapshot are compared, which is the same on all ranks."""
         return self._every > 0 and (snapshot.sequence - 1) % self._every == 0

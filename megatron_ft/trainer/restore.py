@@ -128,7 +128,7 @@ def restore_shard(shard: SealedShard, state: TrainingState) -> ShardLayout:
     if isinstance(state, TrainsInPlace) and (lost := state.overwritten()):
         _fill_one_by_one(_part_of(layout, lost), shard, state, now)
     if plain is None or addresses is None or not plain.lie_there(addresses, live, now):
-        require_same_layout(layout, plan_state(state))
+        require_same_layout(layout, plan_state(state, like=layout))
     if isinstance(state, TrainsInPlace):
         state.require_covered()
     reach("restore.done")

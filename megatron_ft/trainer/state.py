@@ -195,6 +195,11 @@ class HasCheckpointForm(Protocol):
         """An opaque description, the same in every incarnation; kept beside each snapshot."""
 
 
+def form_of(state: TrainingState) -> bytes:
+    """The checkpoint form of a state; empty if it has none."""
+    return state.checkpoint_form() if isinstance(state, HasCheckpointForm) else b""
+
+
 @runtime_checkable
 class Reshapes(Protocol):
     """A state that can take a snapshot of another layout: its tensors by their logical places.

@@ -49,6 +49,9 @@ class FakeSmp:
     begun: list[SnapshotId] = field(default_factory=list)
     gives: bool = True
     required: int = 0
+    outgrown: list[int] = field(default_factory=list)
+    attached: Event = field(default_factory=Event)
+    on_arena: Callable[[Path], None] | None = None
     sequence: int = 0
     ended: Event = field(default_factory=Event)
     block_bytes: int = BLOCK
@@ -73,27 +76,42 @@ class FakeSmp:
         """Make the arena, or keep the one that is there."""
         self.required = required_bytes
         if self.arena is None:
-            geometry = Geometry.for_stripe(
-                slot_count=2,
-                required_bytes=required_bytes,
-                data_members=1,
-                parity_members=0,
-                block_bytes=self.block_bytes,
-            )
-            header = ArenaHeader(
-                job=uuid.uuid4(),
-                shard_id=self.shard_id,
-                incarnation=1,
-                lineage=(Ancestor(1, None),),
-                codec="none",
-                data_members=1,
-                parity_members=0,
-                member_index=0,
-                members=(self.shard_id,),
-                geometry=geometry,
-            )
-            self.arena = Arena.create(self.path, header)
+            self.arena = self._make(required_bytes)
         return m.Prepared(str(self.path))
+
+    def renew(self) -> Path:
+        """Make the arena that was asked for beside the present one, and tell the trainer of it.
+
+        Returns the path of the older one.
+        """
+        assert self.arena is not None and self.on_arena is not None
+        older, self.arena.path = self.arena, self.path.replace(self.path.with_suffix(".source"))
+        self.arena = self._make(self.outgrown[-1])
+        self.attached.clear()
+        self.on_arena(self.path)
+        return older.path
+
+    def _make(self, required_bytes: int) -> Arena:
+        geometry = Geometry.for_stripe(
+            slot_count=2,
+            required_bytes=required_bytes,
+            data_members=1,
+            parity_members=0,
+            block_bytes=self.block_bytes,
+        )
+        header = ArenaHeader(
+            job=uuid.uuid4(),
+            shard_id=self.shard_id,
+            incarnation=1,
+            lineage=(Ancestor(1, None),),
+            codec="none",
+            data_members=1,
+            parity_members=0,
+            member_index=0,
+            members=(self.shard_id,),
+            geometry=geometry,
+        )
+        return Arena.create(self.path, header)
 
     def node_folder(self) -> Path:
         """The folder of the arena."""
@@ -133,6 +151,10 @@ class FakeSmp:
             self.declines.append((message.snapshot, message.reason, message.iteration))
         elif isinstance(message, m.CorruptShard):
             self.corrupt_calls.append((message.snapshot, message.blocks))
+        elif isinstance(message, m.Outgrown):
+            self.outgrown.append(message.required_bytes)
+        elif isinstance(message, m.Attached):
+            self.attached.set()
         elif isinstance(message, m.CaptureCost):
             seconds = message.stall_seconds, message.copy_seconds
             self.costs.append((message.snapshot, *seconds, message.copied_bytes))

@@ -61,7 +61,7 @@ def hold_deepspeed() -> None:
 
 def hold(finished: int, run: Any) -> None:
     if finished == 0:
-        await_permit(run._manager._capture._engine.arena)
+        await_permit(run._manager._capture._arena.engine.arena)
     if finished + 1 == ITERATION and os.environ["RANK"] == RANK:
         signal.pause()
 

@@ -675,14 +675,16 @@ class BrokenCopier(CpuCopier):
 
 
 @pytest.mark.parametrize("phase", ["stage", "copy", "objects", "seal"])
-def test_errors_of_a_capture_never_reach_training(smp: FakeSmp, phase: str) -> None:
+def test_errors_of_a_capture_never_reach_training(
+    smp: FakeSmp, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state: dict[str, Any] = {"weights": torch.zeros(1000), "extra": 1}
     manager = make_manager(smp, copier=BrokenCopier(phase))
     manager.prepare(state)
     if phase == "objects":
         state["extra"] = lambda: None
     if phase == "seal":
-        state["extra"] = bytes(10_000_000)
+        monkeypatch.setattr(digest, "seal", None)
     snapshot = smp.grant(1)
     ticket = manager.save(1, state)
     smp.wait_ended()
@@ -702,39 +704,45 @@ def test_an_error_of_the_client_does_not_reach_training(smp: FakeSmp) -> None:
     manager.close()
 
 
-def test_a_layout_that_changes_is_skipped_and_never_fails_training(smp: FakeSmp) -> None:
+def test_a_layout_that_changes_is_planned_anew_at_the_boundary(smp: FakeSmp) -> None:
     state: dict[str, Any] = {"weights": torch.zeros(1000)}
     manager = make_manager(smp)
     capture(smp, manager, state)
     for change in (
-        {"weights": torch.zeros(1001)},
-        {"weights": torch.zeros(1000), "more": torch.zeros(3)},
+        {"weights": torch.ones(1001)},
+        {"weights": torch.ones(1000), "more": torch.ones(3)},
         {},
+        state,
     ):
-        snapshot = smp.grant(2)
-        manager.save(2, change)
-        assert "layout has changed" in smp.abandoned_ids[snapshot]
-    assert manager.stats.abandoned == 3
-    assert capture(smp, manager, state, 3).captured.result(WAIT)
+        ticket = capture(smp, manager, change, 2, 1)
+        assert ticket.captured.result(WAIT) and ticket.snapshot is not None
+        smp.offer_last()
+        fresh = {name: torch.zeros_like(value) for name, value in change.items()}
+        assert make_manager(smp).load(into=fresh) == 2
+        assert [*map(bits, fresh.values())] == [*map(bits, change.values())]
+    assert manager.stats.abandoned == 0
     manager.close()
 
 
 @pytest.mark.parametrize("change", [lambda t: t.resize_(9999), lambda t: t.resize_(20, 500)])
-def test_a_tensor_that_takes_another_form_is_never_sealed(
+def test_a_tensor_that_takes_another_form_is_captured_in_it_at_the_next_boundary(
     smp: FakeSmp, change: Callable[[torch.Tensor], object]
 ) -> None:
-    """It is the same object, so that only the copy thread sees it."""
+    """It is the same object, so that only the copy thread sees it, and gives that snapshot up."""
     state: dict[str, Any] = {"weights": torch.zeros(10_000)}
     manager = make_manager(smp)
     capture(smp, manager, state)
     change(state["weights"])
-    for iteration in (2, 3):
-        snapshot = smp.grant(iteration)
-        assert not manager.save(iteration, state).captured.result(WAIT)
-        smp.wait_ended()
-        assert "layout has changed" in smp.abandoned_ids[snapshot]
-    state["weights"].resize_(10_000)
-    assert capture(smp, manager, state, 4).captured.result(WAIT)
+    snapshot = smp.grant(2)
+    assert not manager.save(2, state).captured.result(WAIT)
+    smp.wait_ended()
+    assert "layout has changed" in smp.abandoned_ids[snapshot]
+    assert capture(smp, manager, state, 3).captured.result(WAIT)
+    assert capture(smp, manager, state, 4, 1).captured.result(WAIT)
+    smp.offer_last()
+    fresh = {"weights": torch.zeros_like(state["weights"])}
+    assert make_manager(smp).load(into=fresh) == 4
+    assert bits(fresh["weights"]) == bits(state["weights"])
     manager.close()
 
 

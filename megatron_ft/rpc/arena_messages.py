@@ -1,0 +1,31 @@
+"""Messages by which arenas give way to larger ones while trainers train."""
+
+from __future__ import annotations
+
+from megatron_ft.core.identity import Count, ShardId
+from megatron_ft.rpc.node_messages import Message
+
+
+class Outgrown(Message, frozen=True):
+    """The trainer's state has no room in its arena; with ``required_bytes`` it has, and can grow.
+
+    It comes again with each snapshot that is given up for it.
+    """
+
+    shard_id: ShardId
+    required_bytes: Count
+
+
+class Renewed(Message, frozen=True):
+    """SMP to trainer: its arena is another file now, to be used from a boundary of its own on.
+
+    It may come again; answered by Attached.
+    """
+
+    arena: str
+
+
+class Attached(Message, frozen=True):
+    """The trainer has mapped its new arena, and captures into it."""
+
+    shard_id: ShardId
