@@ -14,8 +14,8 @@ from importlib import import_module
 
 VARIABLE = "MEGATRON_FT_CHAOS"
 """Names the folder of a chaos job; no process outside of one has it."""
-FRAMEWORK_OCCASIONS = ("export", "no spare")
-"""Occasions that only jobs of a framework meet: they export, and can shrink to fewer nodes."""
+FRAMEWORK_OCCASIONS = ("export", "no spare", "state grown")
+"""Occasions that only other jobs meet: they export, can shrink to fewer nodes, or grow."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Point:
 
     ``occasion`` is "training" for what every snapshot passes, else what must happen before
     the place is reached: "drain", "export", "capture given up", "trainer lost", "node lost",
-    "smp lost", "supervisor lost" or "no spare".
+    "smp lost", "supervisor lost", "no spare" or "state grown".
     """
 
     name: str
@@ -85,6 +85,10 @@ _ALL = (
     Point("reshape.ordered", "encoder", "no spare", "order taken; nothing of it written"),
     Point("reshape.half", "encoder", "no spare", "about half of the new shards filled"),
     Point("reshape.filled", "supervisor", "no spare", "all new shards sealed; not committed"),
+    Point("renewal.noted", "supervisor", "state grown", "older layout noted; arenas as they were"),
+    Point("renewal.aside", "supervisor", "state grown", "all arenas made sources; no larger one"),
+    Point("renewal.made", "supervisor", "state grown", "larger arenas made; not noted, not told"),
+    Point("renewal.told", "supervisor", "state grown", "trainers told of them; none awaited"),
     Point("rebuild.target", "smp", "node lost", "arena made for a lost shard; it is empty"),
     Point("rebuild.ordered", "encoder", "node lost", "order taken; nothing rebuilt"),
     Point("rebuild.half", "encoder", "node lost", "half of a lost shard solved"),

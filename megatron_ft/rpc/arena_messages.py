@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ft.core.identity import Count, ShardId
+from megatron_ft.core.identity import Count, ShardId, SnapshotId
 from megatron_ft.rpc.node_messages import Message
 
 
@@ -29,3 +29,31 @@ class Attached(Message, frozen=True):
     """The trainer has mapped its new arena, and captures into it."""
 
     shard_id: ShardId
+
+
+class CheckRoom(Message, frozen=True):
+    """Ask if arenas of ``room`` bytes could be made here beside those that SetAside leaves.
+
+    Refused with ArenaMemoryError if not; nothing is changed.
+    """
+
+    incarnation: Count
+    spared: tuple[SnapshotId, ...]
+    room: Count
+
+
+class SetAside(Message, frozen=True):
+    """Make all arenas of the node sources, which keep these snapshots, as larger ones come.
+
+    Arenas that come after others which are sources already hold nothing that is needed: they go.
+    No trainer writes to any of them.
+    """
+
+    incarnation: Count
+    spared: tuple[SnapshotId, ...]
+
+
+class TellRenewed(Message, frozen=True):
+    """Tell the trainers of the node, by Renewed, where their arenas are now."""
+
+    incarnation: Count

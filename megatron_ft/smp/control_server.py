@@ -80,6 +80,15 @@ class ControlServer:
         await self._service.stop_making()
         self._service.store.make_sources(request.snapshot, self._service.machine)
 
+    async def _check_room(self, request: m.CheckRoom) -> None:
+        self._service.store.check_room(request.spared, request.room)
+
+    async def _set_aside(self, request: m.SetAside) -> None:
+        await self._service.set_aside(request.spared)
+
+    async def _tell_renewed(self, request: m.TellRenewed) -> None:
+        await self._service.tell_renewed()
+
     async def _grant_stay(self, request: m.Grant) -> m.Message:
         """Permit a snapshot whose boundary trainers must not leave; refused if one has passed it.
 
@@ -239,6 +248,9 @@ class ControlServer:
 _REQUESTS: dict[type[m.Message], Callable[[ControlServer, Any], Any]] = {
     m.CreateArena: ControlServer._create_arena,
     m.MakeSources: ControlServer._make_sources,
+    m.CheckRoom: ControlServer._check_room,
+    m.SetAside: ControlServer._set_aside,
+    m.TellRenewed: ControlServer._tell_renewed,
     m.ArenasReady: ControlServer._arenas_ready,
     m.RestoreReady: ControlServer._restore_ready,
     m.ReenterRanks: ControlServer._reenter,

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from megatron_ft.core import procfs
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ArenaError, ControlPlaneError, UntrustedFileError
 from megatron_ft.core.fault_points import reach
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.effects import Effect, StorePermit, StoreSlot, ToCoordinator, ToTrainer
 from megatron_ft.smp.event_sender import EventSender, Send
@@ -36,7 +37,7 @@ from megatron_ft.smp.processes import (
     Writers,
 )
 from megatron_ft.smp.state_machine import NodeMachine
-from megatron_ft.smp.store import ArenaStore, free
+from megatron_ft.smp.store import ArenaStore, free, release
 from megatron_ft.smp.survivors import Survivors
 
 log = logging.getLogger(__name__)
@@ -182,6 +183,25 @@ class SmpService:
         self._halted = True
         if self._making is not None:
             await self._making
+
+    async def set_aside(self, keep: Collection[SnapshotId]) -> None:
+        """Make the arenas sources while trainers train, or free them if they came after others."""
+        await self.carry_out()
+        await self.stop_making()
+        gone = self.store.give_way(self.machine) if self.store.sources else []
+        # Trainers still map these: without a file their memory would stay until they do not.
+        spent = [(arena, [*range(arena.geometry.slot_count)]) for arena in gone]
+        spent += self.store.set_aside(keep, self.machine, same_layout=True)
+        for arena, slots in spent:
+            await asyncio.to_thread(release, arena, slots)
+        await asyncio.to_thread(free, gone, ())
+
+    async def tell_renewed(self) -> None:
+        """Tell each trainer the path of its arena."""
+        for writer in self.writers.all():
+            path = self.machine.paths.get(writer.who)
+            if writer.role == "trainer" and path is not None:
+                await self.send_local((writer.identity,), m.Renewed(path))
 
     async def drop_sources(self) -> None:
         """Free the arenas of an older layout; a snapshot of the present one is as safe."""

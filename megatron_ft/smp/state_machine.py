@@ -7,7 +7,7 @@ rebuilds it from them.  The slots of one arena are in slots.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +33,13 @@ from megatron_ft.smp.slots import ShardSlots
 class SourceArena:
     """An arena of an older layout, of which shards of the present one are made; it never changes.
 
-    ``path`` is that of its file, ``slots`` are its headers.
+    ``path`` is that of its file, ``slots`` are its headers.  ``same_layout``: it is only too small
+    for its shard, whose larger arena comes beside it.
     """
 
     path: str
     slots: tuple[SlotHeader, ...]
+    same_layout: bool = False
 
 
 class NodeMachine:
@@ -437,20 +439,33 @@ class NodeMachine:
         return any(slots.unmade() for slots in self.shards.values())
 
     def held(self) -> tuple[m.HeldSnapshot, ...]:
-        """Committed snapshots that every shard here has, the newest first."""
-        tables = [
-            {s.snapshot: s for s in slots.slots if s.snapshot is not None and is_committed(s)}
-            for slots in self.shards.values()
-        ]
-        common = set(tables[0]).intersection(*tables[1:]) if tables else ()
-        return tuple(
-            m.HeldSnapshot(
-                snapshot,
-                tables[0][snapshot].iteration,
-                all(not table[snapshot].local_only for table in tables),
-            )
-            for snapshot in sorted(common, reverse=True)
+        """Committed snapshots that every shard here has, the newest first.
+
+        Those of sources count where the arenas beside them are of the same shards: a failure takes
+        the sources again.
+        """
+        found = {one.snapshot: one for one in _common([s.slots for s in self.shards.values()])}
+        if any(source.same_layout for source in self.sources.values()):
+            older = _common([source.slots for source in self.sources.values()])
+            found = {one.snapshot: one for one in older} | found
+        return tuple(found[snapshot] for snapshot in sorted(found, reverse=True))
+
+
+def _common(shards: Sequence[Sequence[SlotHeader]]) -> list[m.HeldSnapshot]:
+    """The committed snapshots that all of these shards have."""
+    tables = [
+        {s.snapshot: s for s in slots if s.snapshot is not None and is_committed(s)}
+        for slots in shards
+    ]
+    common = set(tables[0]).intersection(*tables[1:]) if tables else ()
+    return [
+        m.HeldSnapshot(
+            snapshot,
+            tables[0][snapshot].iteration,
+            all(not table[snapshot].local_only for table in tables),
         )
+        for snapshot in common
+    ]
 
 
 Reaction = Callable[[NodeMachine, Any], None]

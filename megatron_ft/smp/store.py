@@ -18,6 +18,7 @@ from megatron_ft.arena.format import (
     SlotHeader,
     SlotState,
 )
+from megatron_ft.arena.limits import check_memory
 from megatron_ft.core.errors import (
     ArenaError,
     ArenaForeignError,
@@ -67,6 +68,8 @@ class ArenaStore:
         self.sources: dict[str, Arena] = {}
         self._headers: dict[str, ArenaHeader] = {}
         self._permits: dict[str, Permit | None] = {}
+        self._reached: dict[str, int] = {}
+        """Progress of trainers whose arenas were set aside, for those that come after."""
         self.damaged: dict[str, str] = {}
         self.foreign: list[str] = []
 
@@ -162,6 +165,7 @@ class ArenaStore:
         header, owed = self._header(request), sum(a.holes for a in self.arenas.values())
         first = header.geometry.slot_span >= LATER_BYTES
         arena = Arena.create(path, header, replace=True, first_slot=first, owed=owed)
+        arena.write_progress(self._reached.pop(request.shard_id, -1))
         if request.incarnation > 1:
             reach("rebuild.target")
         return arena
@@ -197,14 +201,44 @@ class ArenaStore:
 
         Slots without ``snapshot`` give their memory to the arenas that come beside.
         """
+        for arena, spent in self.set_aside((snapshot,), machine, same_layout=False):
+            release(arena, spent)
+
+    def set_aside(
+        self, keep: Collection[SnapshotId], machine: NodeMachine, *, same_layout: bool
+    ) -> list[tuple[Arena, list[int]]]:
+        """As ``make_sources``, for some snapshots; the slots whose memory is to be released.
+
+        ``same_layout``: the arenas that come beside are of the same shards, on the same nodes.
+        """
+        left = list[tuple[Arena, list[int]]]()
         for shard_id in list(self.arenas):
+            self._reached[shard_id] = self.arenas[shard_id].progress()
             arena = self._forget(shard_id, machine)
             _rename(arena, SOURCE_SUFFIX)
-            for number, slot in enumerate(_slots(arena)):
-                if slot.snapshot != snapshot:
-                    arena.release(number)
-            self._enter_source(arena, machine)
+            spent = _without(keep, slots := _slots(arena))
+            for number in spent:
+                slots[number] = SlotHeader()
+                arena.write_slot(number, SlotHeader())
+            self._enter_source(arena, machine, same_layout=same_layout)
+            left.append((arena, spent))
             reach("reshape.source")
+        return left
+
+    def give_way(self, machine: NodeMachine) -> list[Arena]:
+        """Forget all arenas beside sources: they hold nothing that is needed; to be freed."""
+        self._reached |= self.progress()
+        return [self._forget(shard_id, machine) for shard_id in list(self.arenas)]
+
+    def check_room(self, keep: Collection[SnapshotId], room: int) -> None:
+        """ArenaMemoryError unless ``room`` bytes could be had once all arenas are set aside."""
+        given = 0
+        for arena in self.arenas.values():
+            slots = _slots(arena)
+            spent = len(slots) if self.sources else len(_without(keep, slots))
+            given += max(0, spent * arena.geometry.slot_span - arena.holes)
+        text = "larger arenas for a state that has grown, beside its newest snapshot"
+        check_memory(self.directory, max(0, room - given), text)
 
     def return_sources(self, restore: SnapshotId | None, machine: NodeMachine) -> list[Arena]:
         """Make all sources arenas again; those of the other layout, which are to be freed.
@@ -252,10 +286,12 @@ class ArenaStore:
         machine.sources.clear()
         return gone
 
-    def _enter_source(self, arena: Arena, machine: NodeMachine) -> None:
-        shard_id = arena.header.shard_id
+    def _enter_source(
+        self, arena: Arena, machine: NodeMachine, *, same_layout: bool = False
+    ) -> None:
+        shard_id, slots = arena.header.shard_id, tuple(_slots(arena))
         self.sources[shard_id] = arena
-        machine.sources[shard_id] = SourceArena(str(arena.path), tuple(_slots(arena)))
+        machine.sources[shard_id] = SourceArena(str(arena.path), slots, same_layout)
 
     def source_reports(self) -> tuple[m.ArenaReport, ...]:
         """The sources whose files are still in place, for an inventory."""
@@ -358,6 +394,16 @@ def free(arenas: Iterable[Arena], paths: Iterable[Path]) -> None:
     for arena in arenas:
         arena.close()
         arena.path.unlink(missing_ok=True)
+
+
+def release(arena: Arena, slots: Iterable[int]) -> None:
+    """Give back the memory of these slots, which are FREE; slow, as ``free``."""
+    for slot in slots:
+        arena.release(slot)
+
+
+def _without(keep: Collection[SnapshotId], slots: Sequence[SlotHeader]) -> list[int]:
+    return [number for number, slot in enumerate(slots) if slot.snapshot not in keep]
 
 
 def _rename(arena: Arena, suffix: str) -> None:

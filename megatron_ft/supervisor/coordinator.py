@@ -90,6 +90,8 @@ class Coordinator(Connections):
         self.listeners: list[Callable[[m.NodeEvent], None]] = []
         self._late_ranks = ""
         observers.add(self._note_late_ranks)
+        self.renewing = False
+        """True while arenas give way to larger ones: nothing is permitted."""
         self._kick = asyncio.Event()
         self._standstill: Standstill | None = None
         self._encoding_since = self._world_seen = self._first_try = 0.0
@@ -116,6 +118,7 @@ class Coordinator(Connections):
         crash, node_loss = self.fallbacks()
         reason = "a reader" if self.pinned else "want of encoders" if self.crowded else ""
         reason = "memory to be made" if self.unmade else reason
+        reason = "larger arenas" if self.renewing else reason
         return {
             "incarnation": self.incarnation,
             "resumed_from": self.resumed_from,
@@ -212,6 +215,7 @@ class Coordinator(Connections):
     def stop_snapshots(self) -> None:
         """Permit no more; what is under way is left to the next recovery."""
         self.cycle = self.failure = self._standstill = None
+        self.renewing = False
         self._stalls.clear()
         self._kick.set()
 
@@ -277,7 +281,7 @@ class Coordinator(Connections):
         interval = cycle.schedule.spacing
         fastest = self._fastest(cycle)
         newest, world, halt = self.committed, self.usable_world, self._standstill
-        if halt is not None and halt.ended.done():
+        if self.renewing or (halt is not None and halt.ended.done()):
             return []
         if self._unprotectable(cycle) or self.crowded or self.unmade:
             halt = None  # until there is room for it and its parity, snapshots are taken as ever

@@ -189,6 +189,12 @@ class SnapshotCycle:
         self._broken, self._corrupt, self._again, self.stay = "", frozenset(), True, 0.0
         return self._encode()
 
+    def renewed(self, stripes: tuple[m.StripeOrder, ...]) -> None:
+        """The arenas are others now: of the same members, with other lengths."""
+        assert self.ready, "something is under way"
+        self.stripes = stripes
+        self._orders = orders_by_node(stripes, self.places)
+
     def world_changed(self, world: str) -> None:
         """Use a world that came up before encoding for the snapshot under way."""
         if self.phase == CyclePhase.CAPTURING:

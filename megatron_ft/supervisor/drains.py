@@ -111,6 +111,10 @@ class Drains:
         if self._spec.settings.drain_interval or self._spec.settings.drain_minutes:
             self._ending, self._task = False, asyncio.create_task(self._keep())
 
+    def reseat(self, seats: Mapping[str, ShardPlacement]) -> None:
+        """The arenas of the shards are of other lengths from now on."""
+        self._seats = dict(seats)
+
     async def settle(self) -> None:
         """Training has finished: let the drain end that runs, and the one that is due."""
         if self._task is None:

@@ -23,6 +23,7 @@ KINDS: Mapping[str, str] = {
     "committed": "a snapshot was committed, in memory or with parity",
     "aborted": "a snapshot was given up before it was committed",
     "dropped": "a snapshot was not taken: its iteration had passed",
+    "renewed": "larger arenas are made for a state that has outgrown its own",
     "held": "a reader holds a snapshot, or a slot waits for its memory: new ones are skipped",
     "released": "snapshots are taken again",
     "given_up": "several snapshots in a row were given up",

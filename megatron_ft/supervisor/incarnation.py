@@ -30,6 +30,7 @@ from megatron_ft.supervisor.orders import create_requests, stripe_orders
 from megatron_ft.supervisor.processes import TrainerExit, TrainerFleet
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
 from megatron_ft.supervisor.registration import Registration
+from megatron_ft.supervisor.renewal import ArenaRenewal
 from megatron_ft.supervisor.restore import (
     RestorePlan,
     make_arenas,
@@ -70,17 +71,27 @@ class Incarnation:
     watch: JobWatch
     evacuations: Evacuations
     registration: Registration = field(init=False)
+    renewal: ArenaRenewal = field(init=False)
     declined: bool = field(init=False, default=False)
     refusal: MegatronFTError | None = field(init=False, default=None)
     """Why this incarnation cannot train; its trainers end with the same error."""
 
     def __post_init__(self) -> None:
         self.registration = Registration(self.members.ranks, self.spec.domains)
+        self.renewal = ArenaRenewal(
+            plan=self.plan,
+            state=self.state,
+            coordinator=self.coordinator,
+            members=self.members,
+            registration=self.registration,
+            drains=self.drains,
+        )
 
     async def run(self) -> Failure | None:
         """None when training has finished; errors of nodes and of memory are raised."""
         plan = self.plan
         listeners = [self.registration.on_event, self._on_restartable, self._on_declined]
+        listeners.append(self.renewal.on_event)
         self.coordinator.listeners += listeners
         try:
             if (self._encodes() or plan.reshaped) and not self.world.wanted:
@@ -145,6 +156,7 @@ class Incarnation:
         schedule = self.pacing.begin(registration.interval, first)
         self._emit("training", "training", iteration=first)
         orders = stripe_orders(stripes, places, plan.active)
+        self.renewal.stripes = stripes
         self.coordinator.start_snapshots(SnapshotCycle(plan.incarnation, places, orders, schedule))
         self.drains.begin(places, registration.placements(), plan.lineage, first)
         await self._share_imports(nodes[0])
@@ -191,11 +203,12 @@ class Incarnation:
         move = asyncio.create_task(self.evacuations.until_due())
         differ = asyncio.create_task(coordinator.replicas.differ.wait())
         missing = asyncio.create_task(self._until_arena_missing(beginning))
+        renewal = asyncio.create_task(self.renewal.serve())
         try:
             while True:
                 smp = asyncio.create_task(smps.ended())
                 waits: set[asyncio.Task[Any]] = {trainers, silent, smp, rewind, hang, move}
-                waits |= {differ, missing}
+                waits |= {differ, missing, renewal}
                 waits |= set() if beginning.done() else {beginning}
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 dead = smp.result() if smp.done() else []
@@ -211,6 +224,8 @@ class Incarnation:
                     return move.result()
                 if missing.done():
                     return missing.result()
+                if renewal.done():
+                    renewal.result()
                 if hang.done():
                     found = hang.result()
                     return Failure(found.signature, "a hang", found.node, training=True)
@@ -224,7 +239,8 @@ class Incarnation:
                 if reason := await self.members.replace_smps(dead):
                     return Failure(reason, "a snapshot daemon was not replaced", dead[0])
         finally:
-            for task in (trainers, silent, rewind, hang, move, differ, missing, beginning):
+            tasks = (trainers, silent, rewind, hang, move, differ, missing, renewal, beginning)
+            for task in tasks:
                 task.cancel()
 
     async def _trainers_ended(self, first: TrainerExit) -> Failure | None:

@@ -265,16 +265,17 @@ class Membership:
 
         The shards in memory become sources: the next incarnation reshapes them.
         """
-        self._make_sources()
+        self.make_sources()
         self.active = list(nodes)
         self._state.update(active=tuple(nodes))
 
     def reshape(self) -> None:
         """Have the next incarnation reshape what is in memory: its ranks have another layout."""
         self._other_layout = True
-        self._make_sources()
+        self.make_sources()
 
-    def _make_sources(self) -> None:
+    def make_sources(self) -> None:
+        """Note that the shards in memory are of an older layout from now on."""
         seats = self._state.record.shards
         if seats:
             self._state.update(sources=self.places(), source_seats=seats, shards={})

@@ -225,7 +225,7 @@ class Capture:
         if (engine := self._arena.engine) is None:
             self._ended = iteration
             return self.skip(iteration)
-        engine.arena.write_progress(iteration)
+        self._arena.publish(iteration)
         permit = engine.arena.permit()
         due = boundary_action(
             permit,

@@ -101,7 +101,7 @@ class CaptureArena:
         self._make: MakeEngine | None = None
         self._mover: threading.Thread | None = None
         self._given: Path | None = None
-        self._moves = 0
+        self._moves, self._arrived = 0, False
         client.on_arena = self._on_arena
 
     def open(self, make: MakeEngine, path: Path, layout: ShardLayout, form: bytes) -> None:
@@ -159,7 +159,7 @@ class CaptureArena:
             return
         self._given = None
         if old.arena.in_place():
-            self._client.send(m.Attached(self._client.shard_id))
+            self._arrived = True
             return
         self.engine = None
         work = partial(self._go, old, given, timeout_seconds)
@@ -178,8 +178,15 @@ class CaptureArena:
             logger.exception(text, path)
             return
         self._moves += 1
-        self.engine = engine
-        self._client.send(m.Attached(self._client.shard_id))
+        self._arrived, self.engine = True, engine
+
+    def publish(self, iteration: int) -> None:
+        """Write the progress of this rank; then the job may hear that it is in its new arena."""
+        assert self.engine is not None
+        self.engine.arena.write_progress(iteration)
+        if self._arrived:
+            self._arrived = False
+            self._client.send(m.Attached(self._client.shard_id))
 
     def forget_tensors(self) -> None:
         """Keep no captured tensor, and no view of its memory."""

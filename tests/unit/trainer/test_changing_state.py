@@ -203,6 +203,16 @@ def train(
     return program
 
 
+def go(smp: FakeSmp, manager: SnapshotManager, state: Any, iteration: int) -> None:
+    """Come to the boundary at which the rank leaves its arena, and to the one when it has."""
+    manager.save(iteration, state)
+    mover = manager._capture._arena._mover
+    assert mover is not None
+    mover.join(WAIT)
+    manager.save(iteration, state)
+    assert smp.attached.is_set(), "the rank has not gone into its new arena"
+
+
 def save_permitted(smp: FakeSmp, manager: SnapshotManager, state: Any, iteration: int) -> None:
     """Capture now, in the other slot than last time; if there is no room, in a new arena."""
     if not manager._capture.is_open:
@@ -213,8 +223,7 @@ def save_permitted(smp: FakeSmp, manager: SnapshotManager, state: Any, iteration
             return
         if len(smp.outgrown) > known:
             smp.renew()
-            manager.save(iteration, state)
-            assert smp.attached.wait(WAIT), "the rank has not gone into its new arena"
+            go(smp, manager, state, iteration)
         else:
             # Another form of the same names: the copy thread has seen it, and gives this one up.
             assert "layout has changed" in str(smp.abandoned_ids)
@@ -316,8 +325,7 @@ def test_a_rank_goes_into_its_new_arena_once_its_capture_has_ended(smp: FakeSmp)
     assert not smp.attached.is_set() and source.stat().st_ino == old
     copier.gate.set()
     assert ticket.captured.result(WAIT)
-    manager.save(3, state)
-    assert smp.attached.wait(WAIT)
+    go(smp, manager, state, 3)
     smp.attached.clear()
     assert smp.on_arena is not None
     smp.on_arena(smp.path)  # told twice

@@ -1,0 +1,217 @@
+"""Larger arenas for shards that have outgrown theirs, made while trainers train.
+
+The present arenas become sources that keep the newest snapshots, larger ones are made beside them,
+and each rank goes into its own at a boundary.  Then snapshots are permitted again.  The sources go
+when one of these is as safe.  Until then a recovery takes the sources, whatever was under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from megatron_ft.arena.format import Geometry
+from megatron_ft.checkpoint.decide import StripeState
+from megatron_ft.core.errors import ArenaMemoryError, NoRoomError
+from megatron_ft.core.fault_points import reach
+from megatron_ft.core.identity import SnapshotId
+from megatron_ft.erasure.stripes import padded_bytes
+from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.connections import ARENA_TIMEOUT_SECONDS
+from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.cycle import SnapshotCycle
+from megatron_ft.supervisor.drains import Drains
+from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.membership import Membership
+from megatron_ft.supervisor.orders import create_requests, shards_by_node, stripe_orders
+from megatron_ft.supervisor.registration import Registration
+from megatron_ft.supervisor.restore import RestorePlan, make_arenas
+
+LOOK_SECONDS = 0.05
+"""Interval of looks whether the snapshot under way has ended."""
+
+TELL_SECONDS = 5.0
+"""A rank that has not gone into its new arena is told of it again after so long."""
+
+
+@dataclass(kw_only=True)
+class ArenaRenewal:
+    """Serves the ranks of one incarnation that have outgrown their arenas."""
+
+    plan: RestorePlan
+    state: JobState
+    coordinator: Coordinator
+    members: Membership
+    registration: Registration
+    drains: Drains
+    stripes: tuple[StripeState, ...] = ()
+    _wanted: dict[str, int] = field(default_factory=dict)
+    _asked: asyncio.Event = field(default_factory=asyncio.Event)
+    _away: set[str] = field(default_factory=set)
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    _renewed_at: tuple[SnapshotId, int, str] | None = None
+    _told: str = ""
+
+    def on_event(self, event: m.NodeEvent) -> None:
+        """Note what ranks ask for, and which have gone into their new arenas."""
+        body = event.body
+        if isinstance(body, m.Outgrown):
+            known = self._wanted.get(body.shard_id, 0)
+            self._wanted[body.shard_id] = max(known, body.required_bytes)
+            self._asked.set()
+        elif isinstance(body, m.Attached):
+            self._away.discard(body.shard_id)
+            if not self._away:
+                self._arrived.set()
+
+    async def serve(self) -> None:
+        """Make what is asked for, until cancelled.
+
+        An error ends this incarnation: the next one takes the arenas that were there before.
+        """
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            cycle, larger = self.coordinator.cycle, enlarged(self.stripes, self._wanted)
+            if cycle is None or larger == self.stripes:
+                continue
+            self.coordinator.renewing = True
+            while not cycle.ready:
+                await asyncio.sleep(LOOK_SECONDS)
+            if self._may_begin():
+                await self._renew(cycle, larger)
+            self.coordinator.renewing = False
+
+    def _may_begin(self) -> bool:
+        """True unless a snapshot that sources alone could replace is not as safe as theirs yet.
+
+        A rank asks again with each snapshot that is given up for want of room.
+        """
+        since = self.coordinator.committed != self._renewed_at
+        return not (self.state.record.sources and since)
+
+    async def _renew(self, cycle: SnapshotCycle, stripes: tuple[StripeState, ...]) -> None:
+        """Replace all arenas, or leave them as they are if there is no memory for others."""
+        plan, places, coordinator = self.plan, cycle.places, self.coordinator
+        asked = create_requests(stripes, plan.incarnation, plan.lineage, plan.slot_count)
+        keep = self._keep()
+        try:
+            await self._check_room(asked, places, keep)
+        except ArenaMemoryError as error:
+            return self._refuse(str(error))
+        self.members.make_sources()
+        reach("renewal.noted")
+        await self._ask({node: m.SetAside(plan.incarnation, keep) for node in cycle.nodes})
+        reach("renewal.aside")
+        try:
+            await make_arenas(coordinator, asked, places)
+        except NoRoomError as error:
+            await self._return(cycle)
+            return self._refuse(str(error))
+        reach("renewal.made")
+        self._note(stripes, cycle)
+        await self._move(cycle)
+        text = f"{', '.join(sorted(self._wanted))} had outgrown their arenas: larger ones are made"
+        coordinator.observers.emit("renewed", f"{text}, and snapshots continue")
+        self._told = ""
+
+    def _keep(self) -> tuple[SnapshotId, ...]:
+        """What a crash of trainers would fall back to, and what the loss of a node would."""
+        known = (self.coordinator.committed, self.coordinator.protected)
+        return tuple({one[0] for one in known if one is not None})
+
+    async def _ask(self, requests: Mapping[str, m.Message]) -> None:
+        """As ``Connections.ask_all``, for what may take long."""
+        links = self.coordinator.links
+        await asyncio.gather(
+            *(links[node].demand(one, ARENA_TIMEOUT_SECONDS) for node, one in requests.items())
+        )
+
+    async def _check_room(
+        self,
+        asked: Mapping[str, m.CreateArena],
+        places: Mapping[str, str],
+        keep: tuple[SnapshotId, ...],
+    ) -> None:
+        """ArenaMemoryError, with nothing changed, unless all nodes have room for these arenas."""
+        room = {
+            node: sum(file_bytes(asked[shard]) for shard in shards)
+            for node, shards in shards_by_node(asked, places).items()
+        }
+        incarnation = self.plan.incarnation
+        await self._ask({n: m.CheckRoom(incarnation, keep, size) for n, size in room.items()})
+
+    def _refuse(self, reason: str) -> None:
+        """Say once why nothing newer is protected; it is tried again as ranks ask again."""
+        if reason != self._told:
+            text = "a state has outgrown its arena, and larger ones do not fit: its newest snapshot"
+            text += f" stays, and none is taken; training continues. {reason}"
+            self.coordinator.observers.emit("no_room", text)
+        self._told = reason
+
+    def _note(self, stripes: tuple[StripeState, ...], cycle: SnapshotCycle) -> None:
+        """Have everything that is planned from here on be of the new arenas."""
+        self.stripes, self._renewed_at = stripes, self.coordinator.committed
+        layouts = self.registration.layouts
+        for shard, size in self._wanted.items():
+            layouts[shard] = msgspec.structs.replace(layouts[shard], required_bytes=size)
+        placements = self.registration.placements()
+        self.state.update(shards=placements)
+        cycle.renewed(stripe_orders(stripes, cycle.places, self.plan.active))
+        self.drains.reseat(placements)
+
+    async def _return(self, cycle: SnapshotCycle) -> None:
+        """Make the sources arenas again."""
+        plan, committed = self.plan, self.coordinator.committed
+        newest = None if committed is None else committed[0]
+        kept = shards_by_node(cycle.places, cycle.places)
+        await self._ask(
+            {
+                node: m.Adopt(plan.incarnation, plan.lineage, newest, tuple(shards), "return")
+                for node, shards in kept.items()
+            }
+        )
+        seats = self.state.record.source_seats
+        self.state.update(shards=seats, sources={}, source_seats={})
+        await self._move(cycle)
+
+    async def _move(self, cycle: SnapshotCycle) -> None:
+        """Wait until every rank has gone into its arena, which none waits for."""
+        self._away = set(cycle.places)
+        self._arrived.clear()
+        while self._away:
+            nodes = {cycle.places[shard] for shard in self._away}
+            await self._ask({node: m.TellRenewed(self.plan.incarnation) for node in nodes})
+            reach("renewal.told")
+            try:
+                await asyncio.wait_for(self._arrived.wait(), TELL_SECONDS)
+            except asyncio.TimeoutError:
+                continue
+
+
+def enlarged(stripes: Sequence[StripeState], wanted: Mapping[str, int]) -> tuple[StripeState, ...]:
+    """The stripes with room for these bytes of their shards; none becomes smaller.  Pure."""
+    return tuple(
+        replace(
+            stripe,
+            data_bytes=max(
+                stripe.data_bytes,
+                padded_bytes(
+                    [wanted.get(shard, 0) for shard in stripe.members],
+                    stripe.data_members,
+                    stripe.block_bytes,
+                ),
+            ),
+        )
+        for stripe in stripes
+    )
+
+
+def file_bytes(request: m.CreateArena) -> int:
+    """Bytes of the file of an arena."""
+    parity = request.parity_members * request.data_bytes // request.data_members
+    sizes = (request.slot_count, request.data_bytes, parity, request.block_bytes)
+    return Geometry(*sizes).file_bytes
