@@ -281,10 +281,12 @@ class Membership:
             self._state.update(sources=self.places(), source_seats=seats, shards={})
 
     def fit_again(self, admitted: Inventories, stripes: Iterable[StripeState]) -> bool:
-        """Have the older layout, of these ``stripes``, be the present one again, if it may be.
+        """True if the older layout, of these ``stripes``, may be the present one again.
 
         So it is for as many ranks, whose shards are where they were: the command that did not
-        fit was given up.  If the ranks turn out to have another layout, ``reshape`` follows.
+        fit was given up, or larger arenas were not finished.  If the ranks turn out to have another
+        layout, ``reshape`` follows.  The notes say so once all nodes have made the sources arenas:
+        ``returned``.
         """
         record, there = self._state.record, self.usable(admitted)
         seats = record.source_seats
@@ -294,8 +296,16 @@ class Membership:
         moved = any(homes[s] != node for s, node in record.sources.items() if node in there)
         if moved or any(s.parity_members != self.scheme.parity_members for s in stripes):
             return False
-        self._state.update(shards=seats, sources={}, source_seats={})
         return True
+
+    def source_homes(self) -> dict[str, str]:
+        """As ``places``, for the older layout."""
+        return homes_of(self._state.record.source_seats, self.active)
+
+    def returned(self) -> None:
+        """Note that the older layout is the present one again."""
+        seats = self._state.record.source_seats
+        self._state.update(shards=seats, sources={}, source_seats={})
 
     @property
     def scheme(self) -> Scheme:

@@ -150,7 +150,8 @@ class Recovery:
         choice = await self._disk.look(memory, self._state.record, hung=hung)
         if sources == "return" and choice.taken is not None:
             memory, sources = NOTHING, "drop"
-        reshaped = sources == "return" and not members.fit_again(admitted, memory.stripes)
+        returns = sources == "return" and members.fit_again(admitted, memory.stripes)
+        reshaped = sources == "return" and not returns
         if reshaped:
             self._state.update(sources=members.source_places(admitted), shards={})
         elif sources == "drop":
@@ -160,9 +161,10 @@ class Recovery:
             members.reshape()
             reshaped, sources = True, "return"
         self._state.update(lineage=lineage, scheme=str(members.scheme))
+        places = members.source_homes() if returns else members.places()
         plan = RestorePlan(
             decision=decision,
-            places=dict(self._state.record.sources) if reshaped else members.places(),
+            places=dict(self._state.record.sources) if reshaped else places,
             active=tuple(members.active),
             incarnation=coordinator.incarnation,
             lineage=lineage,
@@ -266,6 +268,8 @@ class Recovery:
         coordinator, snapshot = self._coordinator, plan.decision.snapshot
         coordinator.restoring = snapshot
         await coordinator.ask_all({node: plan.adoption(node) for node in admitted})
+        if plan.sources == "return" and not plan.reshaped:
+            self._members.returned()
         reach("recovery.adopted")
         if snapshot is not None:
             await self._bring_back(plan, snapshot)

@@ -1,4 +1,6 @@
-"""One reshape on two nodes: real SMPs on real files, where each step can be the last.
+"""One reshape on two nodes, or larger arenas made there: real SMPs on real files.
+
+Each step can be the last.
 
 An SMP is started anew for each step, from the files alone.  The choice between layouts, requests
 and the reaction to them are the real ones.  Modelled are the order of requests, and encoders: they
@@ -66,11 +68,12 @@ class Job:
     present: bool = False
     bearable: bool = True
     faults: int = 0
+    renews: bool = False
 
     @property
     def made(self) -> SnapshotId:
-        """The snapshot of the newer layout."""
-        return SnapshotId(self.incarnation, 0)
+        """The snapshot of the newer layout: reshaped, or captured in larger arenas."""
+        return SnapshotId(self.incarnation, 9 if self.renews else 0)
 
 
 @contextmanager
@@ -140,12 +143,30 @@ def begin(folder: Path) -> Job:
     return job
 
 
+RENEWAL = "older aside larger present capture local encode protected sources"
+
+
+def renewing(job: Job) -> Job:
+    """The same job, whose trainers train and have outgrown their arenas."""
+    return replace(job, todo=_steps(RENEWAL.split()), sources=False, present=True, renews=True)
+
+
+NOTES = ("bearable", "older", "present", "returned", "sources")
+
+
+def _steps(names: list[str]) -> tuple[Step, ...]:
+    steps = [[("note", n)] if n in NOTES else [(n, x) for x in HOMES.values()] for n in names]
+    return tuple(step for some in steps for step in some)
+
+
 def perform(job: Job) -> Job:
     """Take the next step."""
     (name, node), job = job.todo[0], replace(job, todo=job.todo[1:])
     if name == "decide":
         return decide(job)
     if name == "note":
+        if node in ("older", "returned"):
+            return replace(job, sources=node == "older", present=node == "returned")
         return replace(job, **{node: node != "sources"})
     with smp(job, node) as host:
         _on_node(job, host, name, next(s for s, home in HOMES.items() if home == node))
@@ -158,21 +179,24 @@ def decide(job: Job) -> Job:
     decision, fate = choose(job, look(job, stores=True).inventories)
     assert decision.snapshot is not None, "this is judged after each step"
     newest = max((h.arena for h in decision.holdings.values()), key=lambda a: a.incarnation)
-    lineage, back = extend(newest.lineage, job.incarnation, decision.snapshot), fate == "return"
+    lineage = extend(newest.lineage, job.incarnation, decision.snapshot)
+    back = fate == "return" and not job.renews
     given = (decision, HOMES, tuple(HOMES.values()), job.incarnation, lineage, 2)
     plan = RestorePlan(*given, sources=fate, reshaped=back)
-    names = ["adopt", "rebuild", "restored", *["bearable"] * decision.protected]
+    names = ["adopt", *["returned"] * (fate == "return" and job.renews), "rebuild", "restored"]
+    names += ["bearable"] * decision.protected
     names += ["source", "arena", "reshape", "fill", "local", "present"] if back else []
-    names += ["encode", "protected", "bearable", "sources"] if job.sources else []
-    notes = ("bearable", "present", "sources")
-    steps = [[("note", n)] if n in notes else [(n, x) for x in HOMES.values()] for n in names]
-    todo = tuple(step for some in steps for step in some)
-    return replace(job, todo=todo, lineage=lineage, plan=plan, present=not back)
+    held = job.sources and (fate != "return" or back)
+    names += ["encode", "protected", "bearable", "sources"] if held else []
+    todo, present = _steps(names), job.present if job.renews else not back
+    return replace(job, todo=todo, lineage=lineage, plan=plan, present=present)
 
 
 def _on_node(job: Job, host: SmpService, name: str, shard: str) -> None:
     plan, new = job.plan, create_requests([NEWER], job.incarnation, job.lineage, 2)
-    assert plan is not None and plan.decision.snapshot is not None
+    if plan is None:
+        return _renew(job, host, name, shard)
+    assert plan.decision.snapshot is not None
     restored, level = plan.decision.snapshot, "protected" if plan.decision.protected else "local"
     newest = job.made if plan.reshaped else restored
     if name == "rebuild" and shard in plan.lost():
@@ -193,6 +217,22 @@ def _on_node(job: Job, host: SmpService, name: str, shard: str) -> None:
         "reshape": m.Reshape(job.incarnation, job.made, AT, "w", restored, {}),
         "local": m.Commit(job.incarnation, job.made, "local"),
         "protected": m.Commit(job.incarnation, newest, "protected"),
+    }
+    if name in requests:
+        obey(host, requests[name])
+
+
+def _renew(job: Job, host: SmpService, name: str, shard: str) -> None:
+    larger = create_requests([NEWER], job.incarnation, job.lineage, 2)[shard]
+    if name == "capture":
+        write(host, shard, job.made, parity=False)
+    elif name == "encode":
+        protect(host, shard, job.made)
+    requests: dict[str, m.Message] = {
+        "aside": m.SetAside(job.incarnation, (OLD,)),
+        "larger": larger,
+        "local": m.Commit(job.incarnation, job.made, "local"),
+        "protected": m.Commit(job.incarnation, job.made, "protected"),
     }
     if name in requests:
         obey(host, requests[name])
@@ -281,7 +321,7 @@ def attempt(job: Job, strike: int) -> Job | None:
             return None
 
 
-def explore(folder: Path, faults: int) -> int:
+def explore(folder: Path, faults: int, *, renews: bool = False) -> int:
     """Take every run with at most so many faults; the number of states that were found."""
     seen, numbers = set[str](), count()
 
@@ -293,7 +333,8 @@ def explore(folder: Path, faults: int) -> int:
             (new / lost).mkdir(mode=0o700)
         return replace(job, folder=new, bearable=job.bearable and not lost)
 
-    stack = [begin(folder / "first")]
+    first = begin(folder / "first")
+    stack = [renewing(first) if renews else first]
     while stack:
         job = stack.pop()
         now = look(job)
