@@ -129,3 +129,20 @@ def test_a_placement_that_cannot_be_made_anew_is_named(smp: FakeSmp, mesh: Any) 
     _, fresh = program(mesh, torch.optim.SGD, torch.float32)
     with pytest.raises(StateMismatchError, match=r"optimizer/state/0/sums was placed as Partial"):
         make_manager(smp).load(into={"optimizer": fresh})
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_state_lies_on_its_own_device(capturable: bool) -> None:
+    """NAdam keeps ``mu_product`` on the host beside ``step``, where torch's load would move it."""
+    parameter = torch.nn.Parameter(torch.ones(3, device="meta"))  # stands for an accelerator
+    optimizer = torch.optim.NAdam([parameter], capturable=capturable)
+    home = "meta" if capturable else "cpu"
+    devices = {"step": home, "mu_product": home, "exp_avg": "meta", "offloaded": "cpu"}
+    live = {f"o/state/0/{key}": torch.ones(3, device=at) for key, at in devices.items()}
+    places = StatePlaces("o", optimizer)
+    noted = places.exceptions(live)
+    numbers = [] if capturable else ["o/state/0/mu_product"]
+    assert sorted(noted) == [*numbers, "o/state/0/offloaded"]
+    stored = {name: torch.ones(3) for name in live}
+    found = places.placed(stored, noted)
+    assert {name.rpartition("/")[2]: one.device.type for name, one in found.items()} == devices
