@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures as futures
+import os
 import secrets
 import socket
 import threading
@@ -114,3 +115,16 @@ async def in_thread(work: Callable[[], Result], seconds: float) -> Result:
 
     threading.Thread(target=run, name="in-thread", daemon=True).start()
     return await asyncio.wait_for(asyncio.wrap_future(done), seconds)
+
+
+def carried(text: str) -> str:
+    """An argument, path or variable for another machine: its bytes, one letter each.
+
+    Both machines may decode in other ways, and bytes that are no text at all may be in it.
+    """
+    return os.fsencode(text).decode("latin-1")
+
+
+def received(text: str) -> str:
+    """What ``carried`` was given, as this machine decodes it."""
+    return os.fsdecode(text.encode("latin-1"))

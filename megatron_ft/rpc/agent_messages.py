@@ -36,7 +36,10 @@ class SupervisorBye(Message, frozen=True):
 
 
 class StartProcess(Message, frozen=True):
-    """Start a process; answered with ProcessRuns or ProcessRefused, and later ProcessEnded."""
+    """Start a process; answered with ProcessRuns or ProcessRefused, and later ProcessEnded.
+
+    Its texts are ``carried`` (core/process_tools.py), as those of RunShell are.
+    """
 
     id: Name
     argv: tuple[str, ...]

@@ -29,6 +29,7 @@ import zmq.asyncio
 from megatron_ft.core import private_files, procfs
 from megatron_ft.core.environment import JOB, NODE, NODE_DIR
 from megatron_ft.core.errors import MegatronFTError
+from megatron_ft.core.process_tools import received
 from megatron_ft.launchers.agents.rendezvous import (
     HELLO_SECONDS,
     SILENT_SECONDS,
@@ -189,11 +190,12 @@ class Agent:
         self._later(self._watch(order.id, process))
 
     def _start(self, order: m.StartProcess) -> LocalProcess:
-        if NODE_DIR in order.env:
-            _make_folders(Path(order.env[NODE_DIR]))
-        process = LocalProcess.spawn(
-            self._orders.node, order.argv, order.env, Path(order.log), order.stdin
-        )
+        argv = [received(word) for word in order.argv]
+        env = {received(name): received(value) for name, value in order.env.items()}
+        if NODE_DIR in env:
+            _make_folders(Path(env[NODE_DIR]))
+        log = Path(received(order.log))
+        process = LocalProcess.spawn(self._orders.node, argv, env, log, order.stdin)
         self._started = {p: known for p, known in self._started.items() if known.alive()}
         self._started[process.pid] = process
         return process

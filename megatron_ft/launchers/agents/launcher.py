@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.core.process_tools import carried
 from megatron_ft.launchers.agents import remote_shell
 from megatron_ft.launchers.agents.hub import AgentHub, AgentProcess
 from megatron_ft.launchers.launcher import Launcher, NodeUnreachable
@@ -64,8 +65,9 @@ class AgentLauncher(Launcher):
         stdin: bytes | None = None,
     ) -> AgentProcess:
         """Have a node's agent start a process; see Launcher."""
-        given, log = self._marked(node, env), str(log_path.absolute())
-        words = tuple(map(str, argv))
+        log = carried(str(log_path.absolute()))
+        given = {carried(n): carried(v) for n, v in self._marked(node, env).items()}
+        words = tuple(carried(str(word)) for word in argv)
         return self.hub.begin(node, lambda name: m.StartProcess(name, words, given, log, stdin))
 
     def attach(self, node: str, pid: int, start_time: int | None = None) -> AgentProcess:

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_ft.core.process_tools import carried
 from megatron_ft.launchers.agents.rendezvous import read_meeting
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Connection
@@ -37,8 +38,9 @@ def order_of(arguments: Sequence[str], environment: Mapping[str, str]) -> m.RunS
     node = nodes[rest[0]]
     folder = os.path.join(environment[FOLDER], node, "mpi")
     log = str(Path(environment[MEETING]).with_name(f"mpi-{node}.log"))
-    words = " ".join(rest[1:])
-    return m.RunShell(uuid.uuid4().hex, node, words, folder, log, dict(environment))
+    words = carried(" ".join(rest[1:]))
+    given = {carried(name): carried(value) for name, value in environment.items()}
+    return m.RunShell(uuid.uuid4().hex, node, words, carried(folder), carried(log), given)
 
 
 def main() -> int:

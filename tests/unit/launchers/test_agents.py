@@ -131,6 +131,16 @@ def test_programs_start_in_the_folder_of_the_command(
     assert f"the folder {folders['n1']}, where" in capfd.readouterr().err
 
 
+def test_arguments_and_variables_may_be_any_bytes(site: Site) -> None:
+    """A message holds text only, and a path in another encoding is none."""
+    launcher, raw = site.launcher("n0"), os.fsdecode(b"gr\xf6\xdfe \xc3\xb1")
+    log = site.folder / f"{raw}.log"
+    environment = {"PATH": os.environ["PATH"], "RAW": raw}
+    shown = launcher.start("n0", ["sh", "-c", 'echo "$0 $RAW"', raw], environment, log)
+    assert status(shown) == 0
+    assert log.read_bytes() == b" ".join(2 * [os.fsencode(raw)]) + b"\n"
+
+
 def test_stdin_reaches_a_process_and_is_not_shown(site: Site) -> None:
     launcher = site.launcher("n0")
     log = site.folder / "log"
