@@ -44,7 +44,7 @@ def made_job(made: list[Job], folder: Path, *, disk: bool = False, keep: float =
     return job
 
 
-@pytest.mark.parametrize("disk", [True, False])
+@pytest.mark.parametrize("disk", [True, pytest.param(False, marks=pytest.mark.all_layouts)])
 def test_an_end_before_the_planned_one_is_continued(
     made: list[Job], tmp_path: Path, disk: bool
 ) -> None:
@@ -76,6 +76,7 @@ def test_an_end_that_nobody_planned_keeps_memory_for_its_time(
     assert starts(job)[-1] == (0, 12) and not held(job), job.story()
 
 
+@pytest.mark.all_layouts
 def test_an_end_that_nobody_planned_is_drained_where_there_is_a_folder(
     made: list[Job], tmp_path: Path
 ) -> None:
