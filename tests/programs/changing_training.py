@@ -24,10 +24,10 @@ WAIT_SECONDS = 150.0
 class Training:
     """The state and the step of one rank."""
 
-    def __init__(self, rank: int, change: int, values: int) -> None:
+    def __init__(self, rank: int, change: int, values: int, width: int = 1024) -> None:
         torch.manual_seed(rank)
         self.rank, self.change, self.values = rank, change, values
-        self.model = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.Linear(1024, 4))
+        self.model = torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.Linear(width, 4))
         self.model[0].requires_grad_(False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.state: dict[str, Any] = {
@@ -59,9 +59,9 @@ class Training:
         return found.hexdigest()
 
 
-def expected(rank: int, change: int, values: int, iterations: int) -> str:
+def expected(rank: int, change: int, values: int, iterations: int, width: int = 1024) -> str:
     """The digest of a run that nothing has interrupted."""
-    training = Training(rank, change, values)
+    training = Training(rank, change, values, width)
     for iteration in range(1, iterations + 1):
         training.step(iteration)
     return training.result()
@@ -73,9 +73,10 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, required=True)
     parser.add_argument("--change", type=int, default=1 << 30)
     parser.add_argument("--values", type=int, default=0)
+    parser.add_argument("--width", type=int, default=1024)
     arguments = parser.parse_args()
     rank = int(os.environ["RANK"])
-    training = Training(rank, arguments.change, arguments.values)
+    training = Training(rank, arguments.change, arguments.values, arguments.width)
     snapshots = SnapshotManager(SnapshotConfig.from_env())
     first = snapshots.load(into=training.state)
     snapshots.register_fence(training.optimizer)

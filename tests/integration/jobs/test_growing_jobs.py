@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.jobs.test_jobs import kill_rank
+from tests.integration.jobs.test_jobs import kill_rank, limit_files
 from tests.programs import changing_training as program
 from tests.support.jobs import Job
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
-ITERATIONS, CHANGE = 200, 10
+ITERATIONS, CHANGE = 80, 10
 BLOCK = 64 << 10
 MORE = pytest.mark.all_layouts
 
@@ -46,6 +47,7 @@ def check(job: Job) -> None:
         assert found["digest"] == expected, (rank, job.story())
 
 
+@MORE
 def test_a_layer_is_unfrozen_and_a_trainer_dies_behind_the_new_commit(
     made: list[Job], tmp_path: Path
 ) -> None:
@@ -86,7 +88,7 @@ def test_a_trainer_dies_before_the_new_layout_is_committed(made: list[Job], tmp_
 
 
 def test_a_list_grows_across_two_restarts(made: list[Job], tmp_path: Path) -> None:
-    job = growing(tmp_path, change=1 << 30, values=400)
+    job = growing(tmp_path, change=1 << 30, values=1000)
     made.append(job)
 
     def end(job: Job) -> None:
@@ -105,3 +107,26 @@ def test_a_list_grows_across_two_restarts(made: list[Job], tmp_path: Path) -> No
     check(job)
     restored = [iteration for iteration, _ in job.restores()]
     assert len(restored) == 2 and restored[1] >= restored[0] > 0, job.story()
+
+
+@MORE
+def test_without_room_for_larger_arenas_the_older_ones_stay_and_it_is_tried_again(
+    made: list[Job], tmp_path: Path
+) -> None:
+    """One node makes its larger arena, the other cannot: both take back what they had."""
+    job = growing(tmp_path)
+    made.append(job)
+
+    def no_room(job: Job) -> None:
+        assert job.supervisor.coordinator.held["n0"], job.story()
+        limit_files(job, "n1", resource.RLIM_INFINITY)
+        job.at_event["renewed"] = once_committed
+
+    job.at_event["committed"] = lambda job: limit_files(job, "n1", 4096)
+    job.at_event["no_room"] = no_room
+    job.run()
+    check(job)
+    assert not job.restores(), job.story()
+    (refused,) = [event.text for event in job.events if event.kind == "no_room"]
+    assert "its newest snapshot stays" in refused and "n1: " in refused, job.story()
+    assert job.kinds().count("renewed") == 1, job.story()
