@@ -396,6 +396,20 @@ def test_a_step_has_one_fence_however_it_was_registered(
     assert fences == [1], "a manager that is closed holds training"
 
 
+@pytest.mark.all_layouts
+def test_a_compiled_step_is_fenced(smp: FakeSmp) -> None:
+    weights = [parameter()]
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    trial = Trial(smp, {"model": torch.nn.ParameterList(weights)})
+    step = torch.compile(optimizer.step, backend="eager")
+
+    def iterate(_: int) -> None:
+        weights[0].grad = torch.ones_like(weights[0])
+        step()
+
+    assert trial.train(iterate, 4).sealed == [1, 2, 3, 4]
+
+
 OPTIMIZERS = {
     name: kind
     for name, kind in vars(torch.optim).items()
