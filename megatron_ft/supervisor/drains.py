@@ -85,7 +85,7 @@ class Drains:
         self._failures_in_row = self._last_tries = 0
         self._not_before = 0.0
         self._step = ""
-        self._cost_said = False
+        self._warned = self._cost_said = False
         self._cap = spec.settings.drain_bandwidth_mib
         self._slowest = 0.0
         self._mount = Path(mount) if mount else None
@@ -110,6 +110,18 @@ class Drains:
         self._last = min(self._last, first)
         if self._spec.settings.drain_interval or self._spec.settings.drain_minutes:
             self._ending, self._task = False, asyncio.create_task(self._keep())
+            self._warn_of_two_slots()
+
+    def _warn_of_two_slots(self) -> None:
+        """Report once, before the first drain, that a failure during one costs more."""
+        if self._warned or self._spec.settings.slots > 2:
+            return
+        self._warned = True
+        text = (
+            "with two slots no snapshot is taken while a drain runs, so a failure then loses the "
+            "iterations since it began; with --slots 3 snapshots continue"
+        )
+        self._coordinator.observers.emit("drain_cost", text)
 
     def reseat(self, seats: Mapping[str, ShardPlacement]) -> None:
         """The arenas of the shards are of other lengths from now on."""

@@ -35,7 +35,7 @@ KINDS: Mapping[str, str] = {
     "pressure_over": "snapshots are taken at their interval again, after they have waited",
     "drained": "a snapshot is on disk",
     "drain_urged": "a drain begins before it is due",
-    "drain_cost": "what a failure would have cost while a drain kept snapshots from being taken",
+    "drain_cost": "with two slots a drain keeps snapshots from being taken: what a failure costs",
     "drain_awaited": "training has finished, and its last drain is waited for",
     "drain_failed": "a snapshot could not be written to disk",
     "drain_hangs": "a drain was killed and does not end, as its disk hangs; none begins meanwhile",
