@@ -13,27 +13,21 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from torch.utils.data import DistributedSampler
 
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
+from megatron_ft.trainer.loader_epochs import EpochNumbers
 from megatron_ft.trainer.loader_habits import ENDLESS, ReadingPace, in_cycle
-from megatron_ft.trainer.loader_order import (
-    READERS,
-    EpochNumbers,
-    OwnState,
-    numbered,
-    samplers_of,
-)
+from megatron_ft.trainer.loader_order import READERS, OwnState, numbered, samplers_of
 from megatron_ft.trainer.loader_trace import (
     BatchTrace,
     ItemTrace,
     SharedDraws,
-    TracedSampler,
+    is_right,
     new_workers,
-    tracing,
+    read,
     workers_of,
 )
 from megatron_ft.trainer.state import RngState
@@ -183,11 +177,13 @@ class LoaderPosition:
         looked = one.restored is not None and one.consumed - one.restored["consumed"] == 1
         in_time = Clock.runs and one.began_in == Clock.ended
         # A zip() leaves a loader where another one ends.
-        return looked and in_time and Clock.finished < Clock.ended and not self._is_finished(one)
+        return (
+            looked and in_time and Clock.finished < Clock.ended and not self._is_last(one.consumed)
+        )
 
-    def _is_finished(self, one: Pass) -> bool:
+    def _is_last(self, consumed: int) -> bool:
         try:
-            return bool(one.consumed >= len(self.loader))
+            return bool(consumed >= len(self.loader))
         except TypeError:  # nobody knows how many there are
             return False
 
@@ -388,11 +384,9 @@ class LoaderPosition:
 
     def _next_was_asked_for(self, pending: Mapping[str, Any]) -> bool:
         # A script that knows its epoch begins the next one if it had finished this.
-        try:
-            ended = pending["consumed"] >= len(self.loader)
-        except TypeError:  # nobody knows how many there are
-            ended = False
-        return ended and self._epochs.asks_for_next(pending["begun"]["epochs"])
+        return self._is_last(pending["consumed"]) and self._epochs.asks_for_next(
+            pending["begun"]["epochs"]
+        )
 
     def _size(self) -> Any:
         sampler = getattr(self.loader, "batch_sampler", None)
@@ -407,50 +401,3 @@ class LoaderPosition:
         dataset = getattr(self.loader, "dataset", None)
         of = "" if dataset is None else f" of {type(dataset).__name__}"
         return f"the position of {type(self.loader).__name__}{of}"
-
-
-class SamplerPosition(LoaderPosition):
-    """A loader whose sampler, its attribute ``name``, gives ``items`` for each batch: it skips."""
-
-    def __init__(self, loader: Any, name: str, items: int) -> None:
-        super().__init__(loader)
-        self._attribute, self._items = name, items
-        known = (type(one).__module__.partition(".")[0] for one in samplers_of(loader))
-        draws = None if {*known} <= {"torch", "deepspeed"} else self._draws
-        self._sampler = TracedSampler(vars(loader)[name], items, draws)
-
-    def _can_skip(self) -> bool:
-        return not self._own_draws_in_workers()
-
-    def _fresh(self, place: dict[str, Any] | None = None) -> tuple[Iterator[Any], Any]:
-        trace = self._sampler.begin()
-        return self._iterator(place), trace
-
-    def _iterator(self, place: dict[str, Any] | None) -> Iterator[Any]:
-        first = place is not None and place["begun"]["first"]
-        changed = {} if place is None else new_workers(self.loader, first)
-        with tracing(self.loader, self._attribute, self._sampler, **changed):
-            return iter(self.loader)
-
-    def _skipping(self, place: dict[str, Any], afresh: bool) -> Pass | None:
-        self._own.set(place["begun"]["own"], afresh=afresh)
-        trace = self._sampler.begin(place["consumed"] * self._items)
-        batches = self._iterator(place)
-        # As before: torch draws a seed for workers, and then the sampler its order.
-        trace.advance()
-        if not workers_of(self.loader):
-            # Skipped samples were not read, and draws of the data set were left out.
-            self._own.set(place["now"])
-        return Pass(place["begun"], batches, trace) if is_right(trace, place["trace"]) else None
-
-
-def read(batches: Iterator[Any], count: int, trace: Any) -> None:
-    """Read so many batches, for their trace alone."""
-    for batch in islice(batches, count):
-        if trace is not None:
-            trace.took(batch)
-
-
-def is_right(trace: Any, right: int | None) -> bool:
-    """True if a pass that was replayed has this trace, or if nobody knows."""
-    return trace is None or right is None or trace.value == right

@@ -178,6 +178,18 @@ def dropped(items: Iterator[Any], count: int) -> Iterator[Any]:
     return items
 
 
+def read(batches: Iterator[Any], count: int, trace: Any) -> None:
+    """Read so many batches, for their trace alone."""
+    for batch in islice(batches, count):
+        if trace is not None:
+            trace.took(batch)
+
+
+def is_right(trace: Any, right: int | None) -> bool:
+    """True if a pass that was replayed has this trace, or if nobody knows."""
+    return trace is None or right is None or trace.value == right
+
+
 def _traced(value: Any, before: int) -> int:
     """The trace of a value behind others; values of unknown classes count by their class."""
     kind = type(value)

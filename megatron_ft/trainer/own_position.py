@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from megatron_ft.trainer.loader_position import LoaderPosition, Pass, is_right, read
-from megatron_ft.trainer.loader_trace import BatchTrace
+from megatron_ft.trainer.loader_position import LoaderPosition, Pass
+from megatron_ft.trainer.loader_trace import BatchTrace, is_right, read
 from megatron_ft.trainer.state import RngState
 
 logger = logging.getLogger(__name__)

@@ -10,11 +10,12 @@ from typing import Any
 
 from megatron_ft.trainer import resumable_loader
 from megatron_ft.trainer.loader_order import READERS
-from megatron_ft.trainer.loader_position import LoaderPosition, Pass, is_right
+from megatron_ft.trainer.loader_position import LoaderPosition, Pass
 from megatron_ft.trainer.loader_trace import (
     BatchTrace,
     TracedSampler,
     dropped,
+    is_right,
     new_workers,
     sampler_name,
     tracing,

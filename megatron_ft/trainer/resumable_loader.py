@@ -15,9 +15,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.trainer.loader_position import Clock, LoaderPosition, SamplerPosition
+from megatron_ft.trainer.loader_position import Clock, LoaderPosition
 from megatron_ft.trainer.loader_trace import sampler_name
 from megatron_ft.trainer.own_position import OwnPosition
+from megatron_ft.trainer.sampler_position import SamplerPosition
 from megatron_ft.trainer.teardown import on_teardown
 
 
@@ -30,7 +31,12 @@ class ResumableLoader:
     ``name`` tells several apart; without names they are told apart by the order in which they are
     made.
 
-    Skipped samples are not read, so random draws inside a worker of the data set are not
+    The loader counts what it hands out, and checks after a restart that what it skips is what was
+    used; LayoutMismatchError says if it is not.  Generators and counters that are attributes of
+    its samplers and data set are restored.  Where a count cannot follow how the loader is read,
+    as in ``itertools.cycle``, ``state_dict``, and so the first save, raises ConfigError.
+
+    Skipped samples are not read, so draws of a worker from its process's generators are not
     repeated; those in the training process are part of its random state.
     """
 
