@@ -260,7 +260,7 @@ def main(arguments: argparse.Namespace) -> int:
     except SchedulerAwayError as error:
         say(f"megatron-ft: stopped: {error}")
         return EXIT_SCHEDULER
-    if arguments.launcher == run_place.SLURM and not no_kill():
+    if arguments.launcher == run_place.SLURM and no_kill() is False:
         say(
             "megatron-ft: warning: --no-kill is not seen: without it Slurm kills the whole job, "
             f"and its memory, when a node is lost; {NO_KILL_ADVICE}"

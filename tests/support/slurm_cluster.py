@@ -250,8 +250,8 @@ class SlurmCluster:
             return False
 
     def stop_controller(self) -> None:
-        """slurmctld is killed; nodes and their steps stay."""
-        self._daemons["slurmctld"].kill()
+        """slurmctld ends, as for an upgrade; nodes and their steps stay."""
+        self._daemons["slurmctld"].terminate()
         self._daemons["slurmctld"].wait()
 
     def start_controller(self) -> None:

@@ -344,17 +344,20 @@ _NO_KILL = re.compile(r"(?:^|\s)(?:--no-kill(?:=(?P<value>\S+))?|-k)(?=\s|$)")
 
 
 def no_kill(environment: Mapping[str, str] = os.environ) -> bool | None:
-    """True if the Slurm job that we are in shall outlive the loss of a node; None outside of one.
+    """True if the Slurm job that we are in shall outlive the loss of a node.
 
-    Slurm does not tell: the batch script is read, and how it was submitted, where Slurm shows that.
+    None outside of one, and while Slurm does not answer.  It does not tell by itself: the batch
+    script is read, and how it was submitted, where that is shown.
     """
     job = environment.get("SLURM_JOB_ID")
     if not job:
         return None
-    script = ask("scontrol", "write", "batch_script", job, "-") or ""
-    shown = ask("scontrol", "show", "job", "--oneliner", job) or ""
+    script = ask("scontrol", "write", "batch_script", job, "-")
+    shown = ask("scontrol", "show", "job", "--oneliner", job)
+    if shown is None:
+        return None
     submitted = re.search(r"SubmitLine=(.*?)(?:\s\w+=|$)", shown)
-    return asks_no_kill(script, submitted.group(1) if submitted else "", environment)
+    return asks_no_kill(script or "", submitted.group(1) if submitted else "", environment)
 
 
 def asks_no_kill(script: str, submit_line: str, environment: Mapping[str, str]) -> bool:

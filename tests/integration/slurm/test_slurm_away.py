@@ -19,8 +19,9 @@ pytestmark = [*NEEDS_SLURM, pytest.mark.all_layouts, pytest.mark.timeout(600)]
 def test_a_requeue_waits_for_the_controller(
     slurm: SlurmCluster, submit: Submit, uninterrupted: Uninterrupted, slurm_job_name: str
 ) -> None:
+    """Its steps cannot drain then: Slurm starts none.  The job resumes from the drain before."""
     job = submit(run_flags=FLAGS)
-    job.until_printed("committed (protected)")
+    job.until_printed("is on disk after")
     job.tell("TERM")
     slurm.stop_controller()
     try:
