@@ -26,7 +26,7 @@ from megatron_ft.trainer.binding import layout_changed
 from megatron_ft.trainer.engine import CaptureEngine, required_bytes, with_spare
 from megatron_ft.trainer.pending_restore import RestoredShard
 from megatron_ft.trainer.plan import check_replicas, plan_state
-from megatron_ft.trainer.state import TrainingState, form_of, live_tensors
+from megatron_ft.trainer.state import TrainingState, TrainsInPlace, form_of, live_tensors
 from megatron_ft.trainer.stats import Warner
 
 logger = logging.getLogger(__name__)
@@ -49,13 +49,13 @@ class PlannedState(NamedTuple):
 def plan_start(state: TrainingState, restored: RestoredShard | None, warn: Warner) -> PlannedState:
     """Plan the layout for the first arena of this process.
 
-    Raises what ``plan_state`` and ``check_replicas`` can raise, and UnencodableError.  Behind a
-    restore the same start would fail again and again.  So there the layout is that of the snapshot,
-    and what can be captured is seen at each boundary.
+    Raises what ``plan_covered`` and ``check_replicas`` can raise, and UnencodableError.  Behind a
+    restore the same start would fail again and again.  So there the layout is empty, and it is
+    planned at the boundary of each capture until it can be.
     """
     form = b""
     try:
-        form, layout = form_of(state), plan_state(state)
+        form, layout = form_of(state), plan_covered(state)
         layout = _agreed(state, layout, restored, warn)
         return PlannedState(layout, form, required_bytes(layout, state.objects(), form))
     except Exception as error:
@@ -64,7 +64,15 @@ def plan_start(state: TrainingState, restored: RestoredShard | None, warn: Warne
             raise
         text = "the state cannot be captured now: %s; training continues without snapshots until "
         warn("plan", text + "it can", error)
-        return PlannedState(restored.layout, form, restored.used_bytes)
+        return PlannedState(plan_layout(()), form, restored.used_bytes)
+
+
+def plan_covered(state: TrainingState, like: ShardLayout | None = None) -> ShardLayout:
+    """As ``plan_state``; ConfigError too for a tensor that trains and would not be captured."""
+    layout = plan_state(state, like=like)
+    if isinstance(state, TrainsInPlace):
+        state.require_covered()
+    return layout
 
 
 def _agreed(
@@ -120,7 +128,7 @@ class CaptureArena:
         assert engine is not None
         live = live_tensors(state)
         if changed := engine.binding.mismatch(live):
-            self._layout, self._form = plan_state(state, like=self._layout), form_of(state)
+            self._layout, self._form = plan_covered(state, self._layout), form_of(state)
             live = live_tensors(state)
         else:
             self._layout = engine.binding.layout

@@ -298,8 +298,6 @@ class SnapshotManager:
 
     def _register(self, state: TrainingState) -> _Registered:
         """Plan the layout, bring it to the job, and wait for the arena."""
-        if isinstance(state, TrainsInPlace):
-            state.require_covered()
         plan = plan_start(state, self._pending.restored, self._warn)
         # Before all ranks have come here, when the supervisor asks for it.
         note_imports()

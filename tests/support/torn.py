@@ -72,8 +72,8 @@ class Trial:
             pass
         self.manager.prepare(state)
         capture = self.manager._capture
-        assert capture._engine is not None
-        self.copier.binding = capture._engine.binding
+        assert capture._arena.engine is not None
+        self.copier.binding = capture._arena.engine.binding
         self.copier.binding.sampler._random.seed(5)
         hold = capture._hold
 
