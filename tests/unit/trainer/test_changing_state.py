@@ -414,3 +414,20 @@ def test_the_first_save_of_a_restored_rank_never_raises(
     with second.fence():
         pass
     second.close()
+
+
+def test_a_layout_that_is_planned_anew_covers_what_trains(smp: FakeSmp) -> None:
+    """A parameter that joins the optimizer, and is in no module of the mapping, is never missed."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "more": torch.zeros(2)}
+    manager = make_manager(smp)
+    assert capture(smp, manager, state).captured.result(WAIT)
+    late = torch.nn.Parameter(torch.ones(300))
+    optimizer.add_param_group({"params": [late]})
+    state["more"] = torch.zeros(3)
+    assert not capture(smp, manager, state, 2, 1).captured.result(WAIT)
+    assert "tensors that train are in no memory" in str(smp.abandoned_ids)
+    state["late"] = late
+    assert capture(smp, manager, state, 3, 1).captured.result(WAIT)
+    manager.close()
