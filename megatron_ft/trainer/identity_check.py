@@ -148,7 +148,8 @@ def require_fit(
         error = LayoutMismatchError if elsewhere else StateMismatchError
         raise error(
             f"{len(wrong)} tensors do not fit the snapshot: {'; '.join(wrong[:8])}. "
-            "Build the same model and optimizer as in the run that saved it"
+            "Build the same model and optimizer as in the run that saved it. Layers that it had "
+            "added or replaced by then must be so before `load`"
         )
 
 

@@ -294,7 +294,7 @@ class MappingState:
             if owner is None or fixed:
                 raise LayoutMismatchError(
                     f"the snapshot holds {name}, the state to load into has no such tensor; "
-                    "build the same model before you load"
+                    "build the same model before you load, and all that the run had added by then"
                 )
         self._adopted = dict(tensors)
 
@@ -310,7 +310,8 @@ class MappingState:
         if differing:
             raise LayoutMismatchError(
                 f"the state mapping and the snapshot differ in {', '.join(differing)}; "
-                "load with the mapping that save() is called with"
+                "load with the mapping that save() is called with. Entries that the run had added "
+                "by then must be there before `load`"
             )
         for name, flags in objects.get(_FLAGS, {}).items():
             self._modules[name].load_flags(flags)

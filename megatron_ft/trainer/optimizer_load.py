@@ -76,7 +76,8 @@ def _owners(groups: list[dict[str, Any]], stored: list[dict[str, Any]]) -> dict[
     if ours != theirs:
         raise StateMismatchError(
             f"the optimizer has parameter groups of {ours} parameters, the snapshot of {theirs}: "
-            "build the same model and optimizer as in the run that saved it"
+            "build the same model and optimizer as in the run that saved it. A group that it had "
+            "added by then (add_param_group) must be there before `load`"
         )
     numbers = chain.from_iterable(group["params"] for group in stored)
     return dict(zip(numbers, chain.from_iterable(group["params"] for group in groups), strict=True))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.core.errors import ControlPlaneError, LayoutMismatchError
 from megatron_ft.trainer.manager import SnapshotManager
 from megatron_ft.trainer.state import RngState
 from tests.support.captures import WAIT, FakeSmp, GatedCopier, bits, capture, make_manager
@@ -252,6 +252,23 @@ def test_training_across_a_change_is_restored_exactly(
     assert second.bits() == expected
     smp.offer_last()
     assert train(smp, make, LAST).bits() == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (AddingGroup, r"\(add_param_group\) must be there before `load`"),
+        (ReplacingModule, "Layers that it had added or replaced by then must be so before `load`"),
+        (SecondOptimizer, "holds more, .*before you load, and all that the run had added"),
+    ],
+)
+def test_a_program_that_is_before_the_change_is_told_what_must_run_before_its_load(
+    smp: FakeSmp, make: type[Program], line: str
+) -> None:
+    train(smp, make, CHANGE + 1, (CHANGE + 1,))
+    smp.offer_last()
+    with pytest.raises(LayoutMismatchError, match=line):
+        make_manager(smp).load(into=make().state)
 
 
 def test_a_list_that_grows_goes_into_ever_larger_arenas(smp: FakeSmp) -> None:
