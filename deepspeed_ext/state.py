@@ -27,7 +27,7 @@ from deepspeed_ext.optimizers.view import (
     shared_states,
     tensors_of,
 )
-from deepspeed_ext.state_parts import FrozenParameters, ModelTensors
+from deepspeed_ext.state_parts import ModelTensors
 from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.core.shard import LogicalPlace
 from megatron_ft.trainer.master_tensors import create_state
@@ -68,7 +68,6 @@ class EngineState:
         self._unlike_masters: set[str] = set()
         self._description: RankDescription | None = None
         self._shared: dict[str, str] = {}
-        self._frozen = FrozenParameters()
         self.rescan()
 
     def rescan(self) -> None:
@@ -80,7 +79,6 @@ class EngineState:
         self._kept = tensors_of(self._masters)
         self._shared = shared_states(self._masters)
         self._model.refresh()
-        self._frozen.loaded(self._model.frozen)
         self._unlike_masters = {w.name for w in self._view.weights() if not _follows(w)}
         if self._unlike_masters:
             logger.warning(
@@ -207,12 +205,8 @@ class EngineState:
         return made
 
     def objects(self) -> dict[str, Any]:
-        """Small values as of now; no tensor in them shares memory with a live one.
-
-        ConfigError if the script changes parameters that are taken for frozen.
-        """
+        """Small values as of now; no tensor in them shares memory with a live one."""
         self._found()
-        self._frozen.check(self._model.frozen)
         own = {
             "version": OBJECTS_VERSION,
             "training": state_parts.capture(self._engine),
@@ -244,7 +238,6 @@ class EngineState:
         with torch.no_grad():
             kept = {weight.name: weight.tensor.clone() for weight in self._captured_weights()}
             self._view.publish(kept)
-        self._frozen.forget()
         state_parts.restore(self._engine, objects["training"])
         self._load_optimizer(objects)
         load_extra_states(self._engine.module.named_modules(), objects["modules"])

@@ -1,8 +1,7 @@
 """Parts of an engine's state beside its optimizer: progress, model tensors, random states.
 
 Progress is the engine's counters, batch size and schedules.  Model tensors are buffers and the
-parameters that no optimizer owns.  The latter are copied while the next step runs, so a script that
-updates some of them itself, as a momentum teacher, is refused: its snapshots would mix two steps.
+parameters that no optimizer owns.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 
 from deepspeed_ext.optimizers.view import plain_fields, set_fields
-from megatron_ft.core.errors import ConfigError
 from megatron_ft.trainer.master_tensors import as_captured
 from megatron_ft.trainer.module_tree import ModuleTree
 from megatron_ft.trainer.state import RngState, host_copy
@@ -113,85 +111,6 @@ class ModelTensors:
         """Let go of all tensors, until the next ``refresh``."""
         self.tree.forget()
         self.buffers, self.frozen = {}, {}
-
-
-_SAMPLES = 64
-"""Elements that are looked at of each: a moving average changes nearly all of them."""
-
-LOOKED_AT = 32
-"""Parameters that are looked at in a check, spread over all: training waits while the work for
-each is queued, and a model with adapters has thousands that are frozen."""
-
-
-class FrozenParameters:
-    """Remembers samples of tensors by name, and refuses others than it knows.
-
-    Nothing is known before the first check, which is when training begins: until then a script
-    may set what it likes.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[str, torch.Tensor] | None = None
-        self._checks = 0
-        # Whether each differs: true once its device has found that.
-        self._found: list[tuple[str, torch.Tensor]] = []
-        self._problem = ""
-
-    def forget(self) -> None:
-        """The next check knows nothing: a snapshot was restored."""
-        self._know(None)
-
-    def loaded(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """A load has set these values, which is no change by the script."""
-        if self._known is not None:
-            self._know(_samples(tensors))
-
-    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """ConfigError that names a tensor whose samples have changed, from then on each time.
-
-        Looks at some; what it finds on a device it says in the next check, as nobody waits for
-        the device here.
-        """
-        if self._known is None:
-            self._know(_samples(tensors))
-            return
-        self._settle()
-        self._look(tensors)
-        if not any(differs.is_cuda for _, differs in self._found):
-            self._settle()
-        if self._problem:
-            raise ConfigError(
-                f"{self._problem}, a parameter without an optimizer, was changed by the script, "
-                "and snapshots copy such parameters while the next step runs: keep weights that "
-                "the script updates (an average, a teacher) in buffers, or outside of the model"
-            )
-
-    def _know(self, samples: dict[str, torch.Tensor] | None) -> None:
-        self._known, self._found, self._problem = samples, [], ""
-
-    def _settle(self) -> None:
-        found, self._found = self._found, []
-        self._problem = self._problem or next((name for name, differs in found if differs), "")
-
-    def _look(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        known = {name: one for name, one in (self._known or {}).items() if name in tensors}
-        step = -(-len(known) // LOOKED_AT) or 1
-        for name in list(known)[self._checks % step :: step]:
-            now = _sample(tensors[name])
-            before = known[name].to(now.device)
-            alike = now.shape == before.shape
-            self._found.append((name, (now != before).any() if alike else torch.tensor(True)))
-        self._checks += 1
-
-
-def _samples(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: _sample(tensor) for name, tensor in tensors.items()}
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy some elements from all over a tensor, as bytes, on its device."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLES)].clone().view(torch.uint8)
 
 
 class RandomStates:

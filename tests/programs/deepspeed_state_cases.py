@@ -7,6 +7,8 @@ import gc
 import os
 import sys
 import weakref
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -21,7 +23,9 @@ from megatron_ft.trainer.plan import plan_state
 from megatron_ft.trainer.state import host_copy, live_tensors
 from tests.programs.deepspeed_models import small
 from tests.programs.deepspeed_program import make_engine, train_step
+from tests.support.captures import FakeSmp
 from tests.support.deepspeed_cells import Cell, zero
+from tests.support.torn import Trial
 
 
 def engine_of(
@@ -138,24 +142,21 @@ def what_is_forgotten_is_found_again() -> None:
     engine.destroy()
 
 
-def frozen_weights_that_move_are_refused() -> None:
-    """They are copied while the next step runs: a teacher that follows would be half copied."""
+def frozen_weights_that_move_are_captured_at_the_boundary() -> None:
+    """A teacher that follows, in a process of its own: given up once, exact from then on."""
     engine = engine_of(2, "bf16")
-    state = EngineState(engine)
-    teacher = engine.module.places.weight
-    teacher.data += 1
-    objects = state.objects()
     train_step(engine)
-    state.objects()
-    teacher.data += 1
-    with pytest.raises(ConfigError, match="^frozen/places.weight, a parameter without"):
-        state.objects()
-    state.load(objects)
-    teacher.data += 1
-    assert state.objects().keys() == objects.keys(), "training has not begun"
-    teacher.data += 1
-    state.rescan()
-    assert state.objects().keys() == objects.keys(), "so does a load in the middle"
+    teacher = engine.module.places.weight
+
+    def iterate(_: int) -> None:
+        teacher.data = teacher.data * 0.5 + 1.0
+        train_step(engine)
+
+    with TemporaryDirectory() as folder:
+        trial = Trial(FakeSmp(Path(folder)), EngineState(engine))
+        ended = trial.train(iterate, 5)
+    assert list(ended.given_up) == [1] and ended.sealed == [2, 3, 4, 5], ended
+    assert "frozen/places.weight changed outside of a fence" in ended.given_up[1], ended
     engine.destroy()
 
 

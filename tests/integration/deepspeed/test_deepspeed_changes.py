@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 
 CHANGES = (
     "changes_are_followed",
-    "memory_that_moves_before_the_copy_is_followed",
+    "memory_that_moves_before_the_copy_costs_one_snapshot",
     "other_layouts_are_refused",
 )
 CALLS = "a_save_makes_few_calls_for_more_tensors"
