@@ -125,10 +125,10 @@ def test_a_placement_that_cannot_be_made_anew_is_named(smp: FakeSmp, mesh: Any) 
     parameters, first = program(mesh, torch.optim.SGD, torch.float32)
     sums = DTensor.from_local(torch.ones(3), mesh, [Partial()])
     first.state[parameters[0]]["sums"] = sums
-    saved(smp, {"optimizer": first})
-    _, fresh = program(mesh, torch.optim.SGD, torch.float32)
+    saved(smp, {"parameters": parameters, "optimizer": first})
+    others, fresh = program(mesh, torch.optim.SGD, torch.float32)
     with pytest.raises(StateMismatchError, match=r"optimizer/state/0/sums was placed as Partial"):
-        make_manager(smp).load(into={"optimizer": fresh})
+        make_manager(smp).load(into={"parameters": others, "optimizer": fresh})
 
 
 @pytest.mark.parametrize("capturable", [False, True])

@@ -242,7 +242,7 @@ def test_groups_and_their_tensors_stay_the_same_objects(smp: FakeSmp) -> None:
     """A script may hold a group, or the tensor that it made the rate of."""
     model = torch.nn.Linear(3, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5))
-    state = {"optimizer": optimizer}
+    state = {"model": model, "optimizer": optimizer}
     saved(smp, state)
     group, rate = optimizer.param_groups[0], optimizer.param_groups[0]["lr"]
     rate.fill_(0.25)
@@ -253,11 +253,9 @@ def test_groups_and_their_tensors_stay_the_same_objects(smp: FakeSmp) -> None:
 
 
 def test_hooks_see_the_state_and_may_change_the_groups(smp: FakeSmp) -> None:
-    def program() -> torch.optim.Optimizer:
-        return torch.optim.NAdam(torch.nn.Linear(3, 3).to(torch.bfloat16).parameters())
-
-    first, fresh, seen = program(), program(), list[Any]()
-    saved(smp, {"optimizer": first})
+    first, other = (Program(torch.optim.NAdam, torch.bfloat16) for _ in range(2))
+    fresh, seen = other.optimizer, list[Any]()
+    saved(smp, first.state)
 
     def before(optimizer: Any, content: dict[str, Any]) -> dict[str, Any]:
         seen.append(optimizer)
@@ -265,7 +263,7 @@ def test_hooks_see_the_state_and_may_change_the_groups(smp: FakeSmp) -> None:
 
     fresh.register_load_state_dict_pre_hook(before)
     fresh.register_load_state_dict_post_hook(seen.append)
-    make_manager(smp).load(into={"optimizer": fresh})
+    make_manager(smp).load(into=other.state)
     assert seen == [fresh, fresh] and fresh.param_groups[0]["lr"] == 7.0
 
 
