@@ -20,7 +20,14 @@ from megatron_ft.erasure.member import MemberView, StripeCode
 from megatron_ft.erasure.rebuild import rebuild
 from megatron_ft.erasure.transport import Link, barrier
 from megatron_ft.erasure.world import join_world
-from tests.support.erasure_samples import make_code, make_lost, make_member, protected
+from tests.support.erasure_samples import (
+    coded_of,
+    make_code,
+    make_lost,
+    make_member,
+    protected,
+    used_of,
+)
 
 WORLD = join_world()
 RANK, SIZE = WORLD.transport().rank, WORLD.transport().size
@@ -70,7 +77,8 @@ def require_least_traffic(code: StripeCode, transport: CountingTransport) -> Non
 def require_reference_parity(code: StripeCode, member: MemberView, lengths: list[int]) -> None:
     """Parity as PyECLib or plain XOR has it, from all members' data, rotated by hand."""
     size, k, m, me = code.members, code.data_members, code.parity_members, RANK
-    every = np.array([make_member(code, n, length).data for n, length in enumerate(lengths)])
+    members = [make_member(code, n, length) for n, length in enumerate(lengths)]
+    every = np.array([coded_of(one) for one in members])
     chunks = every.reshape(size, k, code.chunk_bytes)
     for j in range(m):
         row = (me - j) % size
@@ -93,7 +101,7 @@ def reference(code: StripeCode, columns: Bytes, parity: int) -> Bytes:
 def rebuild_and_compare(code: StripeCode, member: MemberView, lost: Sequence[int]) -> None:
     view = make_lost(code) if RANK in lost else member
     result = rebuild(code, view, WORLD.transport(), range(code.members), lost)
-    assert np.array_equal(view.data, member.data), lost
+    assert np.array_equal(used_of(view, member), used_of(member, member)), lost
     assert np.array_equal(view.parity, member.parity), lost
     assert np.array_equal(view.parity_digests, member.parity_digests), lost
     assert result.record == member.record, lost

@@ -59,6 +59,13 @@ def used_of(member: MemberView, sealed: MemberView) -> Bytes:
     return member.data[: sealed.record.used_bytes]
 
 
+def coded_of(member: MemberView) -> Bytes:
+    """A member's data as it is coded: with zeros for padding."""
+    data, used = np.zeros_like(member.data), used_of(member, member)
+    data[: used.size] = used
+    return data
+
+
 def make_lost(code: StripeCode) -> MemberView:
     """A member that has lost everything: garbage everywhere."""
     return MemberView(

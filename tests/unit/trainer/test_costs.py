@@ -40,7 +40,14 @@ from megatron_ft.supervisor.schedule import Schedule
 from megatron_ft.trainer.cpu import CpuCopier
 from tests.support.calls import BLOCK, PIECE, calls_of, calls_of_save, ready, saved
 from tests.support.captures import FakeSmp, make_manager
-from tests.support.erasure_samples import make_code, make_lost, make_member, protected
+from tests.support.erasure_samples import (
+    coded_of,
+    make_code,
+    make_lost,
+    make_member,
+    protected,
+    used_of,
+)
 from tests.support.stripe_runs import succeed
 
 SIZE = 40_000
@@ -305,14 +312,14 @@ def test_encoding_reads_each_byte_as_often_as_it_must(
     peers = range(k + parities)
     succeed(k + parities, lambda n, t: encoding.encode(code, members[n], t, peers))
     chunks, copies = (k + parities) * code.chunk_bytes, k == 1
-    # Beyond the digest table blocks are compared with zero or the table, and not digested.
+    # Beyond the digest table bytes are compared with the table or are padding, and not digested.
     least = chunks * (parities - 1 if copies else 2 * parities - 1)
     data = passes.digested - least
     shared = (k + parities) * code.block_bytes if copies else 0
     assert 0 < data <= chunks * k + shared
     assert coded == (0 if copies else chunks * k)
     if k + parities == 2:
-        assert all(np.array_equal(members[n].parity, members[1 - n].data) for n in (0, 1))
+        assert all(np.array_equal(members[n].parity, coded_of(members[1 - n])) for n in (0, 1))
 
 
 def test_rebuilding_reads_each_byte_as_often_as_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,10 +332,10 @@ def test_rebuilding_reads_each_byte_as_often_as_it_must(monkeypatch: pytest.Monk
     views = [make_lost(code), *map(protected, members[1:], results[1:])]
     passes = Passes(monkeypatch)
     succeed(4, lambda n, t: rebuild(code, views[n], t, range(4), {0}))
-    assert np.array_equal(views[0].data, members[0].data)
+    assert np.array_equal(used_of(views[0], members[0]), used_of(members[0], members[0]))
     sources, solved_parity, rebuilt = k * 4, 1, 4
     most = (sources + solved_parity + rebuilt) * code.chunk_bytes
-    # Beyond the digest tables sources are compared with zero or the table, and not digested.
+    # Beyond the digest tables bytes are compared with the table or are padding, and not digested.
     assert most - 4 * k * code.block_bytes <= passes.digested <= most
 
 
@@ -346,7 +353,7 @@ def test_rebuilding_copies_computes_nothing(
     views = [make_lost(code), *map(protected, members[1:], results[1:])]
     monkeypatch.setattr(Codec, "kernel", None)
     succeed(len(peers), lambda n, t: rebuild(code, views[n], t, peers, {0}))
-    assert np.array_equal(views[0].data, members[0].data)
+    assert np.array_equal(used_of(views[0], members[0]), used_of(members[0], members[0]))
 
 
 def messages_of_encode(size: int) -> tuple[StripeCode, Counter[MessageKind]]:
