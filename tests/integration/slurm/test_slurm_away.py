@@ -20,7 +20,7 @@ def test_a_requeue_waits_for_the_controller(
     slurm: SlurmCluster, submit: Submit, uninterrupted: Uninterrupted, slurm_job_name: str
 ) -> None:
     """Its steps cannot drain then: Slurm starts none.  The job resumes from the drain before."""
-    job = submit(run_flags=FLAGS)
+    job = submit(run_flags=FLAGS, iteration_seconds=2.0)
     job.until_printed("is on disk after")
     job.tell("TERM")
     slurm.stop_controller()
