@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,9 @@ class InMemoryState:
     Prepared loaders are then read as before, and continue where training stood.  Call ``resume``
     once, before the first batch, and ``save`` at the end of every iteration, when schedulers have
     stepped too.  With ``replicated`` each rank of DistributedDataParallel captures a part of what
-    all ranks hold alike; set it to False where their weights differ.  ``manager`` is one of other
-    settings than the environment's.
+    all ranks hold alike; set it to False where their weights differ.  ``leave_out`` are patterns as
+    of SnapshotManager; models are called ``model0/...``.  ``manager`` is one of other settings than
+    the environment's.
 
     ConfigError for a backend that snapshots cannot hold; NotUnderSupervisorError outside
     ``megatron-ft run``.
@@ -45,9 +46,11 @@ class InMemoryState:
         accelerator: Any,
         *,
         replicated: bool = True,
+        leave_out: Sequence[str] = (),
         manager: SnapshotManager | None = None,
     ) -> None:
         self._accelerator, self._replicated = accelerator, replicated
+        self._leave_out = tuple(leave_out)
         self._connect(manager)
         self._prepared = [watch(loader) for loader in accelerator._dataloaders]
 
@@ -151,7 +154,9 @@ class InMemoryState:
             found["scaler"] = one.scaler
         found |= {"progress": self._progress, "rng": RngState()}
         group = torch.distributed.group.WORLD if shared else None
-        return _AcceleratorMapping(found, replicated=dict.fromkeys(shared, group))
+        return _AcceleratorMapping(
+            found, replicated=dict.fromkeys(shared, group), leave_out=self._leave_out
+        )
 
     def _step_in(self, checkpoint: str | None) -> int:
         """The step of a checkpoint, -1 if there is none, or if it was saved without this class."""

@@ -164,6 +164,7 @@ class SnapshotManager:
 
     ``state`` is a mapping of names to tensors, DTensors, objects with state_dict and
     load_state_dict, or small values that core.objects.encode takes; or a TrainingState.
+    Of modules and optimizers their own tensors are captured, whatever state_dict gives.
     """
 
     def __init__(
@@ -242,9 +243,10 @@ class SnapshotManager:
     def load(self, into: State) -> int:
         """Restore the snapshot that the job agreed on, in place; its iteration, or 0 if none.
 
-        Every block's digest is checked before a byte of it is loaded.  Raises CorruptBlockError
-        naming the blocks, or LayoutMismatchError naming the tensors that differ.  After a
-        CorruptBlockError tensors may hold a part of the snapshot: ``prepare``, ``save`` and
+        ConfigError names what of the state could not be captured or filled, also where there is
+        nothing to load.  Every block's digest is checked before a byte of it is loaded.  Raises
+        CorruptBlockError naming the blocks, or LayoutMismatchError naming the tensors that differ.
+        After a CorruptBlockError tensors may hold a part of the snapshot: ``prepare``, ``save`` and
         fences then raise it again, and the process has to end.
 
         A snapshot of another layout is reshaped first: the call waits for all ranks, and raises

@@ -57,10 +57,11 @@ _PLACES = "places"
 class MappingState:
     """Adapts names to tensors, DTensors, Stateful objects and small values (core.objects.encode).
 
-    Loads are in place: tensors keep their identity, dicts and lists are updated,
+    Loads are in place: tensors keep their identity, containers are filled,
     Stateful objects get ``load_state_dict``, other values replace the mapping's own,
     which must then be mutable.  ``replicated`` maps prefixes of tensor names to the
-    process group whose ranks hold equal values.
+    process group whose ranks hold equal values; ``leave_out`` are patterns of what
+    of modules is not captured.
     """
 
     def __init__(
