@@ -70,8 +70,7 @@ class Hello(Message, frozen=True):
 
     ``coordinates`` are its model-parallel coordinates without the data-parallel one;
     ``pid_namespace`` is where ``pid`` holds, 0 if that is not known; ``start`` is how it came up,
-    ``why_cold`` why it did not start warm, if it was to.
-    ``versions`` are those of the packages that it has imported, for evidence.
+    ``why_cold`` why it did not start warm; ``versions`` are those of imported packages.
     """
 
     pid: Pid
@@ -119,8 +118,7 @@ class LetGo(Message, frozen=True):
 class Released(Message, frozen=True):
     """Answer to LetGo: training has ended, and this process maps no arena.
 
-    The SMP believes it only after a look at the process (smp/survivors.py).  ``unfit`` is why the
-    process cannot train again.
+    The SMP looks at the process first (smp/survivors.py).  ``unfit``: it cannot train again, why.
     """
 
     rank: Count

@@ -7,7 +7,7 @@ rebuilds it from them.  The slots of one arena are in slots.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from megatron_ft.smp.effects import (
     ToEncoder,
     ToTrainer,
 )
-from megatron_ft.smp.slot_rules import capturing, ending, is_committed
+from megatron_ft.smp.slot_rules import capturing, common_snapshots, ending
 from megatron_ft.smp.slots import ShardSlots
 
 
@@ -444,28 +444,13 @@ class NodeMachine:
         Those of sources count where the arenas beside them are of the same shards: a failure takes
         the sources again.
         """
-        found = {one.snapshot: one for one in _common([s.slots for s in self.shards.values()])}
+        found = {
+            one.snapshot: one for one in common_snapshots([s.slots for s in self.shards.values()])
+        }
         if any(source.same_layout for source in self.sources.values()):
-            older = _common([source.slots for source in self.sources.values()])
+            older = common_snapshots([source.slots for source in self.sources.values()])
             found = {one.snapshot: one for one in older} | found
         return tuple(found[snapshot] for snapshot in sorted(found, reverse=True))
-
-
-def _common(shards: Sequence[Sequence[SlotHeader]]) -> list[m.HeldSnapshot]:
-    """The committed snapshots that all of these shards have."""
-    tables = [
-        {s.snapshot: s for s in slots if s.snapshot is not None and is_committed(s)}
-        for slots in shards
-    ]
-    common = set(tables[0]).intersection(*tables[1:]) if tables else ()
-    return [
-        m.HeldSnapshot(
-            snapshot,
-            tables[0][snapshot].iteration,
-            all(not table[snapshot].local_only for table in tables),
-        )
-        for snapshot in common
-    ]
 
 
 Reaction = Callable[[NodeMachine, Any], None]
