@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.rpc import messages as m
 
 NO_ROOT = bytes(32)
 EMPTY_SLOT = SlotHeader(
@@ -151,20 +150,3 @@ def _newer(one: SlotHeader, other: SlotHeader) -> bool:
 
 def _age(slot: SlotHeader) -> tuple[int, int]:
     return (-1, -1) if slot.snapshot is None else (slot.snapshot[0], slot.snapshot[1])
-
-
-def common_snapshots(shards: Sequence[Sequence[SlotHeader]]) -> list[m.HeldSnapshot]:
-    """The committed snapshots that all of these shards have."""
-    tables = [
-        {s.snapshot: s for s in slots if s.snapshot is not None and is_committed(s)}
-        for slots in shards
-    ]
-    common = set(tables[0]).intersection(*tables[1:]) if tables else ()
-    return [
-        m.HeldSnapshot(
-            snapshot,
-            tables[0][snapshot].iteration,
-            all(not table[snapshot].local_only for table in tables),
-        )
-        for snapshot in common
-    ]

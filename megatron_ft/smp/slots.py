@@ -6,7 +6,7 @@ in the same order.  The rules that keep a snapshot alive are in slot_rules.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from megatron_ft.smp.slot_rules import (
     capturing,
     committed_local,
     ending,
+    is_committed,
     oldest_reusable,
     reusable,
     still_written,
@@ -392,3 +393,20 @@ class ShardSlots:
         for index, slot in enumerate(self.slots):
             if slot.snapshot is not None and unwanted(slot.snapshot):
                 self.free(index)
+
+
+def committed_in_all(shards: Sequence[Sequence[SlotHeader]]) -> list[m.HeldSnapshot]:
+    """The committed snapshots that all of these shards have."""
+    tables = [
+        {s.snapshot: s for s in slots if s.snapshot is not None and is_committed(s)}
+        for slots in shards
+    ]
+    common = set(tables[0]).intersection(*tables[1:]) if tables else ()
+    return [
+        m.HeldSnapshot(
+            snapshot,
+            tables[0][snapshot].iteration,
+            all(not table[snapshot].local_only for table in tables),
+        )
+        for snapshot in common
+    ]

@@ -25,8 +25,8 @@ from megatron_ft.smp.effects import (
     ToEncoder,
     ToTrainer,
 )
-from megatron_ft.smp.slot_rules import capturing, common_snapshots, ending
-from megatron_ft.smp.slots import ShardSlots
+from megatron_ft.smp.slot_rules import capturing, ending
+from megatron_ft.smp.slots import ShardSlots, committed_in_all
 
 
 @dataclass(frozen=True)
@@ -445,10 +445,10 @@ class NodeMachine:
         the sources again.
         """
         found = {
-            one.snapshot: one for one in common_snapshots([s.slots for s in self.shards.values()])
+            one.snapshot: one for one in committed_in_all([s.slots for s in self.shards.values()])
         }
         if any(source.same_layout for source in self.sources.values()):
-            older = common_snapshots([source.slots for source in self.sources.values()])
+            older = committed_in_all([source.slots for source in self.sources.values()])
             found = {one.snapshot: one for one in older} | found
         return tuple(found[snapshot] for snapshot in sorted(found, reverse=True))
 

@@ -89,7 +89,7 @@ def main() -> None:
         training.step(iteration)
         snapshots.save(iteration, training.state)
         time.sleep(0.05)
-    snapshots.close()
+    snapshots.close(finished=True)
     result = {"restored": first, "digest": training.result()}
     (arguments.folder / f"result-{rank}.json").write_text(json.dumps(result))
 
