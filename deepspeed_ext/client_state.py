@@ -17,7 +17,7 @@ from typing import Any
 from weakref import WeakSet
 
 from megatron_ft.config.json_section import CONSTANT, COUNTERS, FOLLOWS_ENGINE
-from megatron_ft.trainer.manager import active_clients
+from megatron_ft.trainer.notices import active_clients
 
 logger = logging.getLogger(__name__)
 

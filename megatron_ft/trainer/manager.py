@@ -1,7 +1,4 @@
-"""The public interface of a trainer: load, save, fence.
-
-``SnapshotManager`` also warns of training libraries with state of their own.
-"""
+"""The public interface of a trainer: load, save, fence."""
 
 from __future__ import annotations
 
@@ -11,11 +8,9 @@ import logging
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 from megatron_ft.config import SnapshotConfig
@@ -24,10 +19,9 @@ from megatron_ft.core.environment import IMPORTS_NAME, NODE_DIR, ProcessEnvironm
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.identity import RankRule
 from megatron_ft.core.identity import shard_id as make_shard_id
-from megatron_ft.core.shard import ShardLayout
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.client import ReshapeOffer, RestoreOffer, TrainerClient
-from megatron_ft.trainer import resumable_loader
+from megatron_ft.trainer import notices, resumable_loader
 from megatron_ft.trainer.calls import RECORDER
 from megatron_ft.trainer.capture import Capture
 from megatron_ft.trainer.capture_arena import PlannedState, plan_start
@@ -45,35 +39,6 @@ from megatron_ft.trainer.ticket import Ticket
 from megatron_ft.trainer.usage import ManagersOfProcess, StepThread, iteration_number
 
 logger = logging.getLogger(__name__)
-
-_LIBRARIES = {
-    "accelerate": "accelerate.Accelerator",
-    "composer": "composer.Trainer",
-    "lightning": "lightning.Trainer",
-    "lightning_fabric": "lightning.Fabric",
-    "pytorch_lightning": "lightning.Trainer",
-    "transformers": "transformers.Trainer",
-}
-"""Names in messages, by package."""
-
-
-def active_clients() -> set[str]:
-    """Libraries that called this, through whatever is between, or hold the process's state.
-
-    An import alone means nothing: many models come with transformers, and that imports
-    accelerate.  So the callers are looked at, and if there is an Accelerator.
-    """
-    found: set[str] = set()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package in _LIBRARIES:
-            found.add(_LIBRARIES[package])
-        frame = frame.f_back
-    state = sys.modules.get("accelerate.state")
-    if state is not None and state.is_initialized():
-        found.add(_LIBRARIES["accelerate"])
-    return found
 
 
 def number(name: str, default: int) -> int:
@@ -108,18 +73,6 @@ def note_imports() -> None:
             names = json.dumps(list(sys.modules)).encode()
             private_files.rewrite_file(Path(os.environ[NODE_DIR], IMPORTS_NAME), names)
 
-
-def _beside(state: TrainingState) -> list[str]:
-    """What is not captured; a look at all objects of a process may meet anything."""
-    try:
-        return state.beside() if isinstance(state, TrainsInPlace) else []
-    except Exception:
-        logger.info("objects beside the state were not looked for", exc_info=True)
-        return []
-
-
-_said: list[bool] = []
-"""Not empty once this process has said what its snapshots hold."""
 
 _open: set[SnapshotManager] = set()
 """Managers of this process that were not closed.
@@ -285,15 +238,15 @@ class SnapshotManager:
         assert not self._capture.is_open, "prepare was called twice"
         self._pending.require_whole()
         self._pending.require_answered()
-        if isinstance(state, Mapping):
-            self._warn_of_clients()
+        if self.rank == 0 and isinstance(state, Mapping):
+            notices.warn_of_clients(self._warn)
         with self._pending.reporting():
             adapted = self._adapt(state)
             arena, plan = self._registered or self._register(adapted)
             self._registered = None
             copier = self._copier or choose_copier(adapted)
         if self.rank == 0:
-            self._say_what_is_captured(adapted, plan.layout)
+            notices.say_what_is_captured(self.shard_id, adapted, plan.layout, self._warn)
         self._capture.open(Path(arena.arena), self.shard_id, plan.layout, copier, plan.form)
         self._fences.open()
         self.watch.training()
@@ -432,37 +385,6 @@ class SnapshotManager:
             return
         self._said_end = True
         self._client.ending(self._reached, finished)
-
-    def _say_what_is_captured(self, state: TrainingState, layout: ShardLayout) -> None:
-        """In a line, once in a process: a restart in it would find what the last start has left."""
-        if _said:
-            return
-        _said.append(True)
-        owners = [entry for entry in layout.entries if not entry.alias_of]
-        begins = Counter(entry.name.partition("/")[0] for entry in owners)
-        most = ", ".join(f"{count} of {name}" for name, count in begins.most_common(4))
-        size = sum(entry.nbytes for entry in owners)
-        text = f"megatron-ft: snapshots of {self.shard_id} hold {len(owners)} tensors, {size} bytes"
-        print(f"{text}: {most}" if isinstance(state, TrainsInPlace) else text, file=sys.stderr)
-        lost = _beside(state)
-        if lost:
-            self._warn(
-                "beside",
-                "a restart loses the state of %s: put these objects into the state mapping, or "
-                "name their classes in leave_out",
-                "; ".join(lost[:8]) + (f"; and {len(lost) - 8} more" if len(lost) > 8 else ""),
-            )
-
-    def _warn_of_clients(self) -> None:
-        """A library's own state is in a snapshot only if the mapping has it."""
-        if self.rank == 0 and (found := active_clients()):
-            self._warn(
-                "clients",
-                "%s keeps training state of its own: the count of steps, schedules, the position "
-                "in the data. A snapshot holds what its mapping names and nothing else. After "
-                "a restore the script has to bring all the rest to the restored iteration",
-                ", ".join(sorted(found)),
-            )
 
     def _adapted(self, state: State) -> TrainingState:
         """The state to be captured; what has become a part of it is fenced."""

@@ -1,0 +1,94 @@
+"""What a user reads at the first save: what snapshots hold, and what a restart would lose."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from types import FrameType
+
+from megatron_ft.core.shard import ShardLayout
+from megatron_ft.trainer.state import TrainingState, TrainsInPlace
+from megatron_ft.trainer.stats import Warner
+
+logger = logging.getLogger(__name__)
+
+MOST_NAMED = 8
+"""Objects that the warning names; it says how many more there are."""
+
+_LIBRARIES = {
+    "accelerate": "accelerate.Accelerator",
+    "composer": "composer.Trainer",
+    "lightning": "lightning.Trainer",
+    "lightning_fabric": "lightning.Fabric",
+    "pytorch_lightning": "lightning.Trainer",
+    "transformers": "transformers.Trainer",
+}
+"""Names in messages, by package."""
+
+
+def active_clients() -> set[str]:
+    """Libraries that called this, through whatever is between, or hold the process's state.
+
+    An import alone means nothing: many models come with transformers, and that imports
+    accelerate.  So the callers are looked at, and if there is an Accelerator.
+    """
+    found: set[str] = set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package in _LIBRARIES:
+            found.add(_LIBRARIES[package])
+        frame = frame.f_back
+    state = sys.modules.get("accelerate.state")
+    if state is not None and state.is_initialized():
+        found.add(_LIBRARIES["accelerate"])
+    return found
+
+
+_said: list[bool] = []
+"""Not empty once this process has said what its snapshots hold."""
+
+
+def say_what_is_captured(
+    shard_id: str, state: TrainingState, layout: ShardLayout, warn: Warner
+) -> None:
+    """In a line, once in a process: a restart in it would find what the last start has left."""
+    if _said:
+        return
+    _said.append(True)
+    owners = [entry for entry in layout.entries if not entry.alias_of]
+    begins = Counter(entry.name.partition("/")[0] for entry in owners)
+    most = ", ".join(f"{count} of {name}" for name, count in begins.most_common(4))
+    size = sum(entry.nbytes for entry in owners)
+    text = f"megatron-ft: snapshots of {shard_id} hold {len(owners)} tensors, {size} bytes"
+    print(f"{text}: {most}" if isinstance(state, TrainsInPlace) else text, file=sys.stderr)
+    if lost := _beside(state):
+        more = f"; and {len(lost) - MOST_NAMED} more" if len(lost) > MOST_NAMED else ""
+        warn(
+            "beside",
+            "a restart loses the state of %s: put these objects into the state mapping, or "
+            "name their classes in leave_out",
+            "; ".join(lost[:MOST_NAMED]) + more,
+        )
+
+
+def _beside(state: TrainingState) -> list[str]:
+    """What is not captured; a look at all objects of a process may meet anything."""
+    try:
+        return state.beside() if isinstance(state, TrainsInPlace) else []
+    except Exception:
+        logger.info("objects beside the state were not looked for", exc_info=True)
+        return []
+
+
+def warn_of_clients(warn: Warner) -> None:
+    """A library's own state is in a snapshot only if the mapping has it."""
+    if found := active_clients():
+        warn(
+            "clients",
+            "%s keeps training state of its own: the count of steps, schedules, the position "
+            "in the data. A snapshot holds what its mapping names and nothing else. After "
+            "a restore the script has to bring all the rest to the restored iteration",
+            ", ".join(sorted(found)),
+        )
