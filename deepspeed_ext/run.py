@@ -236,7 +236,7 @@ class EngineRun:
         """Restore before the script gets a counter of the engine, or its first batch of a watched
         loader, if it loads nothing.
 
-        Collective, once ``all_came`` has said so.  The script is taken to load nothing if it did
+        Collective, once ``all_came`` is true.  The script is taken to load nothing if it did
         not in the snapshot's incarnation.
         """
         promised = not (self._client_state.needs_load or self._client_state.objection())

@@ -126,5 +126,5 @@ def carried(text: str) -> str:
 
 
 def received(text: str) -> str:
-    """What ``carried`` was given, as this machine decodes it."""
+    """The words that ``carried`` was given, as this machine decodes them."""
     return os.fsdecode(text.encode("latin-1"))

@@ -380,7 +380,7 @@ class Drains:
             self._emit("exported", f"{text} {time.monotonic() - started:.1f} s", plan)
 
     def _cost(self) -> str:
-        """What a failure just before the end of the drain would have cost, if snapshots were
+        """The cost of a failure just before the end of the drain, if snapshots were
         skipped for it."""
         committed, progress = self._coordinator.committed, self._coordinator.progress
         if committed is None or not self._coordinator.skips.now:

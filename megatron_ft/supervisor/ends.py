@@ -21,7 +21,7 @@ from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.spec import JobSpec
 
 KEEP_MINUTES = 10.0
-"""How long memory is kept where it could not be drained, and the job's settings say 0."""
+"""Time that memory is kept where it could not be drained, and the job's settings say 0."""
 
 
 class End(Enum):
@@ -71,7 +71,7 @@ def judge(said: Collection[bool], *, holds: bool, frees: bool) -> End:
 
 
 class JobEnding:
-    """What follows once all ranks of a job have exited with 0.
+    """Carries out the end of a job whose ranks have all exited with 0.
 
     ``text`` says, after ``carry_out``, why training was ended early, and what is left of it.
     """
@@ -92,7 +92,7 @@ class JobEnding:
         coordinator.listeners.append(self._note)
 
     def begin_incarnation(self) -> None:
-        """What earlier ranks said is void."""
+        """Forget the words of earlier ranks."""
         self._said.clear()
 
     def _note(self, event: m.NodeEvent) -> None:

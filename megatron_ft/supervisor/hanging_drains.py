@@ -12,7 +12,7 @@ REPORT_SECONDS = 1.0
 
 
 class HangingDrains:
-    """What the nodes' heartbeats say of such drains; those that stay are reported once."""
+    """Take the nodes' heartbeats about such drains; those that stay are reported once."""
 
     def __init__(self, observers: Observers) -> None:
         self._observers = observers

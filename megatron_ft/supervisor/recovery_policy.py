@@ -80,7 +80,7 @@ class NoSparePolicy:
         )
 
     def _events(self) -> Sequence[RecordedEvent]:
-        """What is recorded; a file that cannot be read costs measured times, never a recovery."""
+        """The recorded events; an unreadable file costs measured times, never a recovery."""
         try:
             return read_events(self._state.folder / EVENTS).events
         except (OSError, UntrustedFileError) as error:

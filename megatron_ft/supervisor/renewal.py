@@ -34,7 +34,7 @@ LOOK_SECONDS = 0.05
 """Interval of looks whether the snapshot under way has ended."""
 
 TELL_SECONDS = 5.0
-"""A rank that has not gone into its new arena is told of it again after so long."""
+"""Time after which a rank that has not gone into its new arena hears of it again."""
 
 
 @dataclass(kw_only=True)
@@ -119,7 +119,7 @@ class ArenaRenewal:
         self._told = ""
 
     def _keep(self) -> tuple[SnapshotId, ...]:
-        """What a crash of trainers would fall back to, and what the loss of a node would."""
+        """The snapshots that a crash of trainers, and the loss of a node, would fall back to."""
         known = (self.coordinator.committed, self.coordinator.protected)
         return tuple({one[0] for one in known if one is not None})
 

@@ -67,7 +67,7 @@ STATUS_SECONDS = 2.0
 """Interval at which the job's summary is written to its state folder."""
 LONGEST_WRITE_SECONDS = 600.0
 SCHEDULER_SECONDS = 900.0
-"""How long a scheduler that starts nothing is tried again, before the job ends to be requeued."""
+"""Time that a scheduler that starts nothing is tried again, before the job ends to be requeued."""
 
 
 class Supervisor:

@@ -72,7 +72,7 @@ _VERSION = attrgetter("_version")
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often each was written to, as torch counts; -1 of one made in inference mode."""
+    """The number of writes to each, as torch counts; -1 of one made in inference mode."""
     try:
         return list(map(_VERSION, tensors))
     except RuntimeError:
@@ -138,7 +138,7 @@ class BoundState(NamedTuple):
 
 
 class BoundaryFacts(NamedTuple):
-    """Where lazily copied tensors lay at a boundary, and how often each had been written to."""
+    """Addresses of lazily copied tensors at a boundary, and the number of writes to each."""
 
     places: BoundState
     writes: BoundState

@@ -21,7 +21,7 @@ Named = tuple[str, torch.Tensor]
 
 
 Place = tuple[int, torch.dtype, torch.Size]
-"""Where the elements of a tensor are, and their form; of a DTensor, of its shard on this rank."""
+"""Address and form of a tensor's elements; of a DTensor, of its shard on this rank."""
 
 _DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
 
@@ -146,5 +146,5 @@ class Written:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often torch wrote to it; inference tensors do not say."""
+    """The number of writes that torch counted; inference tensors have none."""
     return -1 if tensor.is_inference() else tensor._version

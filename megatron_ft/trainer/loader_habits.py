@@ -12,7 +12,7 @@ _CARRIERS: tuple[type, ...] = (
     *(zip, map, filter, enumerate, tuple, GeneratorType, itertools.cycle, itertools.islice),
     *(itertools.chain, itertools.starmap, itertools.takewhile, itertools.zip_longest),
 )
-"""What may stand between a loader's iterator and ``itertools.cycle``."""
+"""Types that may stand between a loader's iterator and ``itertools.cycle``."""
 
 MOST_CARRIERS = 6
 

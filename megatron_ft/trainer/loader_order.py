@@ -1,4 +1,4 @@
-"""What decides the order of a pass over the data, beside the process's generators.
+"""Everything that decides the order of a pass over the data, beside the process's generators.
 
 A loader, its samplers and its data set may own generators, count their passes, or have a
 ``state_dict``.  All of it is read when a pass begins, and set again before the pass is repeated.
@@ -62,7 +62,7 @@ class OwnState:
         }
 
     def now(self) -> dict[str, Any]:
-        """What may have changed within the pass: generators and plain attributes."""
+        """Everything that may have changed within the pass: generators and plain attributes."""
         attributes = self._moved(self._found.attributes())
         return {"generators": self._found.states(), "attributes": attributes}
 
@@ -204,7 +204,7 @@ def _below(loader: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(one: Any) -> Iterable[tuple[str, Any]]:
-    """What an object holds, with the end of its path."""
+    """The parts of an object, each with the end of its path."""
     if isinstance(one, types.FunctionType):
         return _of_function(one)
     if isinstance(one, types.MethodType):
@@ -233,7 +233,7 @@ def _names(slots: Any) -> Sequence[str]:
 
 
 def _of_function(function: Any) -> list[tuple[str, Any]]:
-    """What a function has closed over, and the generators among the global names that it uses."""
+    """The values that a function has closed over, and generators among the global names it uses."""
     code = getattr(function, "__code__", None)
     if code is None:
         return []

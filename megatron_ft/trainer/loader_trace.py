@@ -1,4 +1,4 @@
-"""What a pass over the data has given so far, as a number to compare, and samplers that skip.
+"""A number to compare for all that a pass over the data has given, and samplers that skip.
 
 A replayed pass is right if what it skips has the trace of what training used.  Traces are of
 the sampler's items where a loader has a sampler, else of the batches.

@@ -134,6 +134,6 @@ class OwnPosition(LoaderPosition):
         return iter(self.loader) if count else batches
 
     def _ends(self, batches: Iterator[Any], place: Mapping[str, Any]) -> bool:
-        """False if a pass that was read to its end goes on here."""
+        """False if a pass that was read to its end continues here."""
         end = object()
         return not (place["over"] and place["finished"]) or next(batches, end) is end

@@ -1,4 +1,4 @@
-"""A small file system of its own that can be frozen: whoever writes there waits in the kernel.
+"""A small file system of its own that can be frozen: its writers wait in the kernel.
 
 Not even SIGKILL ends a process that waits so, as behind a file server that does not answer.
 """

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 ASK_SECONDS = 2.0
 FRESH_SECONDS = 1.0
 DEMAND_SECONDS = 300.0
-"""How long Slurm is asked again, at the start of a job, while its controller is away."""
+"""Longest time that Slurm is asked again, at the start of a job, while its controller is away."""
 SUBMIT_SECONDS = 30.0
 
 # Its node's memory goes with it.  Waiting in the background lets it hear scancel at once.

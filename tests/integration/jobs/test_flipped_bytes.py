@@ -1,6 +1,6 @@
 """One byte after the other of a live job's arenas is changed, region by region: it commits again.
 
-Training goes on meanwhile, and nothing is restored, so what changes is found, written anew by its
+Training continues meanwhile, and nothing is restored, so what changes is found, written anew by its
 writer, or looked at by nobody.
 """
 
