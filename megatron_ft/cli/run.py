@@ -319,7 +319,7 @@ def _supervise(
         for line in end.lines():
             say(line)
         untold = ended is not End.UNKNOWN and not state.record.committed
-        if untold and (code == 0 or end.trained):
+        if untold and (code in (0, EXIT_INTERRUPTED) or end.trained):
             say(end.unprotected())
         elif state.record.committed and code:
             say(place.hint)

@@ -189,6 +189,7 @@ def name_missing_modules() -> None:
 
 
 if __name__ == "sitecustomize" and HOST not in os.environ:  # not where its parts are imported
-    end_with_codes()
-    watch(os.environ.get(AFTER_IMPORT, ""))
+    if hooks := os.environ.get(AFTER_IMPORT, ""):
+        end_with_codes()
+        watch(hooks)
     run_hidden(os.path.dirname(os.path.abspath(__file__)))

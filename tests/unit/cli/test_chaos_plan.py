@@ -164,6 +164,6 @@ def test_all_cases_have_every_point_process_and_fault() -> None:
     assert all(case.nodes_lost() <= 4 for case in cases)
 
 
-def test_a_framework_is_needed_for_points_of_exports_and_of_fewer_nodes() -> None:
+def test_other_programs_are_needed_for_exports_fewer_nodes_and_growing_states() -> None:
     kinds = {name.partition(".")[0] for name in set(POINTS) - set(reachable())}
-    assert kinds == {"export", "reshape", "shrink"}
+    assert kinds == {"export", "renewal", "reshape", "shrink"}

@@ -41,6 +41,7 @@ ALLOWED = {
     ),
     "megatron_ft/cli/demo/final_state.py:compare_states:torch.load": "weights_only",
     "megatron_ft/trainer/accelerator_state.py:InMemoryState:torch.load": "weights_only",
+    "benchmarks/device/survives.py:run_case:torch.load": "weights_only, of what the run has saved",
     "benchmarks/peers/torch_own.py:TorchSave:torch.load": "weights_only, of what it has just saved",
     "deepspeed_ext/saving.py:_step_inside:torch.load": (
         "the user's own DeepSpeed checkpoint, which DeepSpeed unpickles next"

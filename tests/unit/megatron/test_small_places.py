@@ -73,7 +73,7 @@ def test_tensors_that_are_saved_and_parameters_are_left_alone() -> None:
 
 def places_of(own: tuple[Piece, ...], **kept: Any) -> Any:
     parameter = torch.nn.Parameter(torch.zeros(4))
-    inner = torch.optim.SGD([parameter])
+    inner = torch.optim.AdamW([parameter])
     inner.state[parameter] = kept
     inner._scales = {parameter: {"exp_avg": torch.zeros(())}}  # type: ignore[attr-defined]
     master = Master("optimizer0.w", parameter, parameter, inner, True)
