@@ -245,7 +245,8 @@ class SnapshotManager:
             arena, plan = self._registered or self._register(adapted)
             self._registered = None
             copier = self._copier or choose_copier(adapted)
-        if self.rank == 0:
+        # A restart has nothing new to say, and nothing to wait for.
+        if self.rank == 0 and self._pending.restored is None:
             notices.say_what_is_captured(self.shard_id, adapted, plan.layout, self._warn)
         self._capture.open(Path(arena.arena), self.shard_id, plan.layout, copier, plan.form)
         self._fences.open()
