@@ -182,9 +182,9 @@ class ArenaManager(SnapshotManager):
         self._late.fence_reached.set()
         self._hold_without_fence(run)
 
-    def close(self) -> None:
+    def close(self, *, finished: bool | None = None, at_once: bool = False) -> None:
         self._late.fence_reached.set()
-        super().close()
+        super().close(finished=finished, at_once=at_once)
 
 
 class ReshapingManager(ArenaManager):
