@@ -19,7 +19,7 @@ from megatron_ft.core.errors import ConfigError, LayoutMismatchError
 from megatron_ft.trainer.manager import SnapshotManager, number
 from megatron_ft.trainer.mapping import MappingState
 from megatron_ft.trainer.prepared_loader import watch
-from megatron_ft.trainer.resumable_loader import positions, set_positions
+from megatron_ft.trainer.resumable_loader import positions, registered, set_positions
 from megatron_ft.trainer.start_choice import DiskStart, RankView, agree, supervisor_chose_disk
 from megatron_ft.trainer.state import RngState
 from megatron_ft.trainer.teardown import on_teardown
@@ -171,6 +171,7 @@ class _Progress:
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator, self.step = accelerator, 0
+        self._loaders = registered
 
     def state_dict(self) -> dict[str, Any]:
         return {_STEP: self.step, "batches": self._accelerator.step, "loaders": positions()}

@@ -118,6 +118,11 @@ class TracedSampler:
         self._sampler, self._each, self._draws = sampler, each, draws
         self._waiting: ItemTrace | None = None
 
+    @property
+    def traced(self) -> Any:
+        """The loader's own sampler."""
+        return self._sampler
+
     def begin(self, skip: int = 0) -> ItemTrace:
         """Have the next pass drop its first items; its trace."""
         self._waiting = ItemTrace(self._sampler, skip, self._each, self._draws)

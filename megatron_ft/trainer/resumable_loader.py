@@ -98,7 +98,9 @@ def position_of(loader: Any) -> LoaderPosition:
     return LoaderPosition(loader)
 
 
-_positions: weakref.WeakValueDictionary[str, LoaderPosition] = weakref.WeakValueDictionary()
+registered: weakref.WeakValueDictionary[str, LoaderPosition] = weakref.WeakValueDictionary()
+"""The positions of all loaders of this process, by name."""
+
 _waiting: dict[str, Mapping[str, Any]] = {}
 _numbers = itertools.count()
 
@@ -106,23 +108,23 @@ _numbers = itertools.count()
 def register(position: LoaderPosition, name: str = "") -> None:
     """Have snapshots hold its position; one that was restored before it was made is set now."""
     name = name or f"loader{next(_numbers)}"
-    if name in _positions:
+    if name in registered:
         raise ConfigError(f"there is a ResumableLoader named {name!r} already: name them apart")
-    _positions[name] = position
+    registered[name] = position
     if name in _waiting:
         position.load_state_dict(_waiting.pop(name))
 
 
 def positions() -> dict[str, Any]:
     """The positions of all loaders of this process by name; see ResumableLoader."""
-    return {name: position.state_dict() for name, position in sorted(_positions.items())}
+    return {name: position.state_dict() for name, position in sorted(registered.items())}
 
 
 def set_positions(state: Mapping[str, Any]) -> None:
     """Restore them; those of loaders that do not exist yet wait for these to be made."""
     _waiting.clear()
     _waiting.update(state)
-    for name, position in _positions.items():
+    for name, position in registered.items():
         if name in _waiting:
             position.load_state_dict(_waiting.pop(name))
 
@@ -130,7 +132,7 @@ def set_positions(state: Mapping[str, Any]) -> None:
 def iteration_ended() -> None:
     """The training thread ends an iteration: loaders count their batches by it."""
     Clock.ended, Clock.thread = Clock.ended + 1, threading.get_ident()
-    for position in [*_positions.values()]:
+    for position in [*registered.values()]:
         position.iteration_ended()
 
 
@@ -139,7 +141,7 @@ def _forget() -> None:
     global _numbers
     Clock.runs, Clock.ended, Clock.thread = False, 0, None
     Clock.read = Clock.finished = -1
-    _positions.clear()
+    registered.clear()
     _waiting.clear()
     _numbers = itertools.count()
 

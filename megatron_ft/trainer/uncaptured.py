@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from megatron_ft.trainer.coverage import Place, is_empty, matches, places
+from megatron_ft.trainer.loader_trace import TracedSampler
 
 _KINDS = (
     *(torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler),
@@ -54,7 +55,9 @@ def _beside(
     known = [one for one in every if id(one) in reached]
     rest = [one for one in every if id(one) not in reached]
     found = [*_lost_modules(every, set(places(captured)))]
-    found += [(type(one), "") for one in rest if _is_lost(one, known)]
+    loaders = [one for one in known if isinstance(one, DataLoader)]
+    owners = reached.union(*(map(id, (one.dataset, one._index_sampler)) for one in loaders))
+    found += [(type(one), "") for one in rest if _is_lost(one, known, owners)]
     names = (f"{_name(kind)}{text}" for kind, text in found if not _is_left_out(kind, patterns))
     return sorted(set(names))
 
@@ -70,16 +73,26 @@ def _is_candidate(kind: type) -> bool:
     return {"state_dict", "load_state_dict"} <= names
 
 
-def _is_lost(one: Any, known: list[Any]) -> bool:
-    """True for an object that no entry reaches, unless it is another one's wrapper, or off."""
+def _is_lost(one: Any, known: list[Any], owners: set[int]) -> bool:
+    """True for an object that no entry reaches, unless it is another one's wrapper, or off.
+
+    ``owners`` are the ``id`` of what entries reach, and of data sets and samplers of loaders there.
+    """
     if isinstance(one, torch.nn.Module | DataLoader):
         return False  # by their memory, and by what reads them
     if isinstance(one, torch.optim.Optimizer):
         return not any(_wraps(one, other) for other in known)
     if isinstance(one, _BaseDataLoaderIter):
-        ours = [each._index_sampler for each in known if isinstance(each, DataLoader)]
-        return one._num_yielded > 0 and not any(one._index_sampler is each for each in ours)
+        return one._num_yielded > 0 and owners.isdisjoint(map(id, _read_by(one)))
     return not isinstance(one, torch.amp.GradScaler) or one.is_enabled()
+
+
+def _read_by(reader: Any) -> list[Any]:
+    """The data set and the samplers of an iterator; a traced pass stands for its loader's own."""
+    sampler = reader._index_sampler
+    real = sampler.traced if isinstance(sampler, TracedSampler) else sampler
+    every = [reader._dataset, sampler, real, getattr(real, "sampler", None)]
+    return [one for one in every if one is not None]
 
 
 def _wraps(one: Any, other: Any) -> bool:

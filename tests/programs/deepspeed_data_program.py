@@ -71,7 +71,7 @@ def new_process() -> None:
     from megatron_ft.trainer import resumable_loader
 
     gc.collect()
-    resumable_loader._positions.clear()
+    resumable_loader.registered.clear()
     resumable_loader._waiting.clear()
     resumable_loader._numbers = itertools.count()
 

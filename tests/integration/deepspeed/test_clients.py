@@ -75,6 +75,7 @@ def test_an_accelerator_continues_from_memory(
     client = Client(clients_server, tmp_path, "accelerator_in_memory")
     whole = client.run("whole", {SAVE_AT: at}, **given)
     assert "will use no snapshot" not in whole.said and "of its own" not in whole.said
+    assert "a restart loses" not in whole.said
     again = client.again(whole, **given)
     assert f"the in-memory snapshot of step {at} " in again.said or (
         f"restored iteration {at} " in again.said

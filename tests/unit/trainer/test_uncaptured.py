@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
-from megatron_ft import RngState
-from megatron_ft.trainer import manager as managers
+from megatron_ft import ResumableLoader, RngState
+from megatron_ft.trainer import notices
 from megatron_ft.trainer.mapping import MappingState
+from megatron_ft.trainer.resumable_loader import registered
 from tests.support.captures import FakeSmp, make_manager
 
 State = dict[str, Any]
@@ -32,12 +35,41 @@ class Average:
         self.shadow = content
 
 
+class Stream(IterableDataset[int]):
+    """Without a sampler that says what is read."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1, 2, 3, 4])
+
+
+class Loaders:
+    """Entry with all positions, as that of an Accelerator."""
+
+    def __init__(self) -> None:
+        self.every = registered
+
+    def state_dict(self) -> State:
+        return {}
+
+    def load_state_dict(self, content: State) -> None:
+        """Nothing."""
+
+
 class Holder(nn.Module):
     """A model in a module that has more than the state does."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model, self.head = model, nn.Linear(3, 3)
+
+
+@pytest.fixture(autouse=True)
+def own_objects() -> Iterator[None]:
+    """Frozen objects are not looked at: those that other tests have left in this process."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def training() -> State:
@@ -124,9 +156,41 @@ def test_a_loader_that_is_read_is_named() -> None:
     assert beside({**state, "position": Position()}) == []
 
 
+@pytest.mark.parametrize("batches", ["batched", "single", "stream"])
+def test_a_loader_whose_position_is_captured_is_not_named(batches: str) -> None:
+    data: Any = Stream() if batches == "stream" else [1, 2, 3, 4]
+    own: Any = DataLoader(data, batch_size=None if batches == "single" else 2)
+    state, loader = training(), ResumableLoader(own, f"captured {batches}")
+    reader = iter(loader)
+    next(reader)
+    assert beside({**state, "loader": loader}) == []
+    assert beside({**state, "position": loader._position}) == []
+    assert beside({**state, "rest": Loaders()}) == []
+    assert beside(state) == ["torch.utils.data.dataloader._SingleProcessDataLoaderIter"]
+    again = iter(DataLoader([5, 6]))  # type: ignore[arg-type]
+    next(again)
+    assert beside({**state, "loader": loader}) != []
+
+
+def test_a_sampler_that_is_captured_stands_for_its_loader() -> None:
+    class Kept(torch.utils.data.SequentialSampler):
+        def state_dict(self) -> State:
+            return {}
+
+        def load_state_dict(self, content: State) -> None:
+            """Nothing."""
+
+    data: Any = [1, 2, 3]
+    state, sampler = training(), Kept(data)
+    reader = iter(DataLoader(data, batch_size=2, sampler=sampler))
+    next(reader)
+    assert beside(state) != []
+    assert beside({**state, "sampler": sampler}) == []
+
+
 @pytest.fixture
 def smp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSmp]:
-    monkeypatch.setattr(managers, "_said", [])
+    monkeypatch.setattr(notices, "_said", [])
     made = FakeSmp(tmp_path)
     yield made
     if made.arena is not None:
