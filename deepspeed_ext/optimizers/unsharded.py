@@ -20,7 +20,11 @@ class PlainView(OptimizerView):
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
-        self._names = {id(p): name for name, p in engine.module.named_parameters()}
+        self._read_names()
+
+    def _read_names(self) -> None:
+        named = self._engine.module.named_parameters()
+        self._names = {id(parameter): name for name, parameter in named}
 
     @property
     def inner(self) -> Any:
@@ -29,6 +33,7 @@ class PlainView(OptimizerView):
 
     def masters(self) -> Sequence[OwnedMaster]:
         """One a trained parameter."""
+        self._read_names()
         return [
             self._master(group, parameter, parameter)
             for group in self.inner.param_groups
@@ -66,6 +71,7 @@ class PlainView(OptimizerView):
             if parameter.requires_grad
         ]
         if not self._names.keys() >= set(map(id, owned)):
+            self._read_names()
             for parameter in owned:
                 self._name(parameter)
         return owned

@@ -26,7 +26,13 @@ from megatron_ft.trainer.binding import layout_changed
 from megatron_ft.trainer.engine import CaptureEngine, required_bytes, with_spare
 from megatron_ft.trainer.pending_restore import RestoredShard
 from megatron_ft.trainer.plan import check_replicas, plan_state
-from megatron_ft.trainer.state import TrainingState, TrainsInPlace, form_of, live_tensors
+from megatron_ft.trainer.state import (
+    RemembersMore,
+    TrainingState,
+    TrainsInPlace,
+    form_of,
+    live_tensors,
+)
 from megatron_ft.trainer.stats import Warner
 
 logger = logging.getLogger(__name__)
@@ -128,6 +134,8 @@ class CaptureArena:
         assert engine is not None
         live = live_tensors(state)
         if changed := engine.binding.mismatch(live):
+            if isinstance(state, RemembersMore):
+                state.rescan()
             self._layout, self._form = plan_covered(state, self._layout), form_of(state)
             live = live_tensors(state)
         else:

@@ -153,6 +153,17 @@ class TrainsInPlace(Protocol):
 
 
 @runtime_checkable
+class RemembersMore(Protocol):
+    """A state that ``refresh`` does not read whole: what belongs to what is remembered."""
+
+    def rescan(self) -> None:
+        """Read all of it anew; called where the layout is planned anew.
+
+        ConfigError for what cannot be captured: no snapshot is taken then.
+        """
+
+
+@runtime_checkable
 class ComparesMore(Protocol):
     """A state that knows more live tensors that are equal on all ranks of a group.
 

@@ -68,6 +68,10 @@ class Snapshots:
         kept = binding._targets[0]
         return [e.name for e in entries if bits(kept[e.name]) != bits(live_part(found[e.name], e))]
 
+    def names(self) -> set[str]:
+        """Names of all that the last one holds."""
+        return {entry.name for entry in self._engine.binding.layout.entries}
+
     def close(self) -> None:
         self.manager.close()
         self._of.destroy()
@@ -302,26 +306,49 @@ ELSEWHERE = (
     module_comes,
     buffer_goes,
     frozen_goes,
-    trained_is_replaced,
     moment_comes,
     moment_goes,
     moment_takes_another_form,
 )
-REFUSED: dict[int, tuple[Callable[[Any], Callable[[], Any]], ...]] = {
-    0: (*ELSEWHERE, trained_is_frozen, optimizer_gets_more),
-    2: ELSEWHERE,
+FRESH: dict[int, tuple[Callable[[Any], Callable[[], Any]], ...]] = {
+    0: (*ELSEWHERE, trained_is_frozen),
+    2: (*ELSEWHERE, trained_is_replaced),
     3: (buffer_comes, buffer_goes, moment_comes, moment_goes, moment_takes_another_form),
 }
+REFUSED = (trained_is_replaced, optimizer_gets_more)
+"""Without ZeRO."""
 
-REFUSALS = "layout has changed|a parameter of shape .* that is not in the model"
+REFUSALS = "a parameter of shape .* that is not in the model"
+LATE = {moment_takes_another_form: 2}
+"""Snapshots without success: the form of what no boundary captures is compared as it is copied."""
+
+
+def other_layouts_are_planned_anew() -> None:
+    """Snapshots continue, with what a state that has just been made finds, there and back."""
+    stage = int(sys.argv[2])
+    engine = engine_of(stage)
+    snapshots = Snapshots(engine)
+    for change in FRESH[stage]:
+        before = snapshots.names()
+        back = change(engine)
+        problems = [snapshots.problem() for _ in range(LATE.get(change, 0) + 2)]
+        assert problems[-2:] == ["", ""], (change.__name__, problems)
+        assert snapshots.names() == {*live_tensors(EngineState(engine))}, change.__name__
+        assert snapshots.wrong() == [], change.__name__
+        assert change in LATE or snapshots.names() != before, change.__name__
+        back()
+        problems = [snapshots.problem() for _ in range(LATE.get(change, 0) + 1)]
+        assert problems[-1] == "", (change.__name__, problems)
+        assert snapshots.names() == before, change.__name__
+        assert snapshots.wrong() == [], change.__name__
+    snapshots.close()
 
 
 def other_layouts_are_refused() -> None:
     """As long as they last; never sealed with what was there before."""
-    stage = int(sys.argv[2])
-    engine = engine_of(stage)
+    engine = engine_of(int(sys.argv[2]))
     snapshots = Snapshots(engine)
-    for change in REFUSED[stage]:
+    for change in REFUSED:
         back = change(engine)
         for _ in range(2):
             assert re.search(REFUSALS, snapshots.problem()), change.__name__

@@ -13,8 +13,9 @@ pytest.importorskip("torch")
 CHANGES = (
     "changes_are_followed",
     "memory_that_moves_before_the_copy_costs_one_snapshot",
-    "other_layouts_are_refused",
+    "other_layouts_are_planned_anew",
 )
+REFUSALS = "other_layouts_are_refused"
 CALLS = "a_save_makes_few_calls_for_more_tensors"
 OFFLOADS = ("offloaded_memory_is_given_back", "states_move_when_no_copy_reads_them")
 CASES = [
@@ -23,6 +24,7 @@ CASES = [
         for case in CHANGES
         for stage in ("0", "2", "3")
     ),
+    ("tests.programs.deepspeed_change_cases:" + REFUSALS, "0"),
     *(("tests.programs.deepspeed_calls_cases:" + CALLS, stage) for stage in ("0", "3")),
     *(("tests.programs.deepspeed_offload_cases:" + case, "2") for case in OFFLOADS),
 ]
