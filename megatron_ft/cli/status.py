@@ -62,21 +62,26 @@ def collect(root: Path, job: str | None) -> dict[str, dict[str, Any]]:
     """Job name to its coordinator's summary and to what each node holds."""
     jobs: dict[str, dict[str, Any]] = {}
     for path in sockets(root, job):
-        entry = jobs.setdefault(path.parent.parent.name, {"summary": {}, "nodes": {}})
+        entry = jobs.setdefault(
+            path.parent.parent.name, {"summary": {}, "nodes": {}, "supervised": False}
+        )
         try:
             status = ask(path, m.StatusRequest())
         except (ControlPlaneError, UntrustedFileError) as error:
             entry["nodes"][path.parent.name] = {"error": str(error)}
             continue
         entry["nodes"][status.node] = _node(status)
-        if status.summary and status.lease_seconds_left >= entry.get("_fresh", 0.0):
-            entry["summary"], entry["_fresh"] = (
-                json.loads(status.summary),
-                status.lease_seconds_left,
-            )
-    for entry in jobs.values():
-        entry["supervised"] = entry.pop("_fresh", 0.0) > 0
+        supervised = bool(status.summary) and status.lease_seconds_left > 0
+        entry["supervised"] = entry["supervised"] or supervised
+        if status.summary:
+            summary = json.loads(status.summary)
+            entry["summary"] = max(entry["summary"], summary, key=_newness)
     return jobs
+
+
+def _newness(summary: dict[str, Any]) -> tuple[int, int]:
+    """Order of the summaries that nodes hold: heartbeats bring each node a new one in its turn."""
+    return summary.get("incarnation", -1), summary.get(m.MADE, 0)
 
 
 def recorded(job: str | None, state_dir: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -388,6 +388,10 @@ class LeaseAnswer(Message, frozen=True):
     readers: tuple[str, ...] = ()
 
 
+MADE = "made"
+"""Member of a job's summary: how many times it had changed since its supervisor began."""
+
+
 def summary_digest(part: bytes) -> bytes:
     """Digest of a part of the job's summary: a node that has it is not sent the part again.
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_ft.rpc.job_messages import summary_digest
+from megatron_ft.rpc.job_messages import MADE, summary_digest
 
 
 class SummaryParts:
@@ -20,18 +20,25 @@ class SummaryParts:
 
     What they cost grows with the job, and each of its nodes has a heartbeat of its own.  So they
     are made less often where they take more than a twentieth of the time.
+
+    The part MADE counts the changes: of two nodes, the one with the higher count knows more.
     """
 
     def __init__(self, view: Callable[[], Mapping[str, Any]], seconds: float) -> None:
         self._view, self._seconds = view, seconds
         self._until = 0.0
         self._parts: dict[str, tuple[bytes, bytes]] = {}
+        self._seen: dict[str, bytes] = {}
+        self._made = 0
 
     def unknown_to(self, held: Mapping[str, bytes]) -> dict[str, bytes]:
         """Those parts that a node lacks; ``held`` are the digests of those that it has."""
         began = time.monotonic()
         if began >= self._until:
             parts = {name: json.dumps(part).encode() for name, part in self._view().items()}
+            if parts != self._seen:
+                self._seen, self._made = parts, self._made + 1
+            parts = {**parts, MADE: json.dumps({MADE: self._made}).encode()}
             self._parts = {name: (summary_digest(part), part) for name, part in parts.items()}
             taken = time.monotonic() - began
             self._until = began + max(self._seconds, 20 * taken)

@@ -44,9 +44,9 @@ class Leases(SmpLink):
 
 
 def coordinator(heartbeat: float = 0.5) -> Coordinator:
-    made = Coordinator(
-        JobKeys.derive(SECRET), Observers(), lambda world: None, Timing(heartbeat=heartbeat)
-    )
+    lease = max(10.0, 5 * heartbeat)
+    timing = Timing(heartbeat=heartbeat, lease=lease, node_timeout=1.5 * lease)
+    made = Coordinator(JobKeys.derive(SECRET), Observers(), lambda world: None, timing)
     made.link_type = Leases
     return made
 
@@ -61,16 +61,16 @@ def test_what_a_node_knows_is_not_sent_again() -> None:
     of.links = dict.fromkeys((f"node{i:04d}" for i in range(2048)), None)  # type: ignore[arg-type]
     parts = SummaryParts(of.view, 0.0)
     held = parts.unknown_to({})
-    assert json.loads(merged_summary(held)) == summary(of)
+    assert json.loads(merged_summary(held)) == {**summary(of), m.MADE: 1}
     assert parts.unknown_to(summary_digests(held)) == {}
     of.progress["dp0"] = 7
     parts._until = 0.0
     news = parts.unknown_to(summary_digests(held))
-    assert news == {"progress": b'{"iteration": 7}'}
+    assert news == {"progress": b'{"iteration": 7}', m.MADE: b'{"made": 2}'}
     assert len(m.encode(m.Lease(1, 10.0, 1.0, news))) < 150
     of.links.pop("node0007")
     parts._until = 0.0
-    assert list(parts.unknown_to(summary_digests(held | news))) == ["nodes"]
+    assert list(parts.unknown_to(summary_digests(held | news))) == ["nodes", m.MADE]
 
 
 def test_it_is_made_once_for_all_nodes_of_a_round() -> None:
@@ -282,7 +282,8 @@ def test_an_smp_tells_what_it_has_and_shows_it(tmp_path: Path) -> None:
         await until_quiet(of)
         assert any(lease.summary for lease in Leases.seen)
         status = await asyncio.to_thread(ask, node.environment.socket, m.StatusRequest())
-        assert json.loads(status.summary) == summary(of)
+        told = json.loads(status.summary)
+        assert told == {**summary(of), m.MADE: told[m.MADE]}
         of.connect("node0", endpoint)  # as after the SMP was replaced: nothing is known of it
         first = len(Leases.seen)
         await until_quiet(of)
@@ -293,6 +294,36 @@ def test_an_smp_tells_what_it_has_and_shows_it(tmp_path: Path) -> None:
         run(story())
     finally:
         node.kill()
+
+
+def test_the_newest_summary_is_shown_and_not_that_of_the_longest_lease(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    nodes = [SmpNode(tmp_path / "job", f"node{i}") for i in range(2)]
+
+    async def story() -> None:
+        of = coordinator(heartbeat=60.0)
+        for node in nodes:
+            node.start()
+        for node in nodes:
+            of.connect(node.environment.node, await node.endpoint())
+        await admit(of, 1, list(of.links), {})
+        await of.refresh()
+        await of.refresh()
+        await of._beat(of.links["node1"], 600.0)
+        of.moves["node1"] = {"state": "moved"}
+        of._summary._until = 0.0
+        await of._beat(of.links["node0"], 300.0)
+        job = (await asyncio.to_thread(status.collect, tmp_path, "job"))["job"]
+        leases = [view["lease_seconds_left"] for _, view in sorted(job["nodes"].items())]
+        assert 0 < leases[0] < leases[1] and job["supervised"]
+        assert job["summary"]["moves"] == of.moves
+        await of.close()
+
+    try:
+        run(story())
+    finally:
+        for node in nodes:
+            node.kill()
 
 
 def test_status_shows_why_no_snapshot_succeeds_until_one_does() -> None:
