@@ -152,6 +152,10 @@ class MappingState:
             elif is_optimizer(value):
                 yield from held_by_optimizer(name, value)
 
+    def left_out(self) -> list[str]:
+        """Names of tensors of modules that match a pattern of ``leave_out``."""
+        return [name for module in self._modules.values() for name in module.left_out]
+
     def overwritten(self) -> set[str]:
         """Names of tensors of modules and optimizers that do not hold what was loaded any more.
 

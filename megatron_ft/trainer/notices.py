@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
+from collections.abc import Collection
+from itertools import islice
 from types import FrameType
 
 from megatron_ft.core.shard import ShardLayout
@@ -14,7 +16,7 @@ from megatron_ft.trainer.stats import Warner
 logger = logging.getLogger(__name__)
 
 MOST_NAMED = 8
-"""Objects that the warning names; it says how many more there are."""
+"""Names in one line; it says how many more there are."""
 
 _LIBRARIES = {
     "accelerate": "accelerate.Accelerator",
@@ -50,6 +52,12 @@ _said: list[bool] = []
 """Not empty once this process has said what its snapshots hold."""
 
 
+def some(names: Collection[str]) -> str:
+    """The first of the names, and how many more there are."""
+    more = f"; and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return "; ".join(islice(names, MOST_NAMED)) + more
+
+
 def say_what_is_captured(
     shard_id: str, state: TrainingState, layout: ShardLayout, warn: Warner
 ) -> None:
@@ -62,14 +70,16 @@ def say_what_is_captured(
     most = ", ".join(f"{count} of {name}" for name, count in begins.most_common(4))
     size = sum(entry.nbytes for entry in owners)
     text = f"megatron-ft: snapshots of {shard_id} hold {len(owners)} tensors, {size} bytes"
-    print(f"{text}: {most}" if isinstance(state, TrainsInPlace) else text, file=sys.stderr)
+    if isinstance(state, TrainsInPlace):
+        out = state.left_out()
+        text += f": {most}" + (f"; left out: {some(out)}" if out else "")
+    print(text, file=sys.stderr)
     if lost := _beside(state):
-        more = f"; and {len(lost) - MOST_NAMED} more" if len(lost) > MOST_NAMED else ""
         warn(
             "beside",
             "a restart loses the state of %s: put these objects into the state mapping, or "
             "name their classes in leave_out",
-            "; ".join(lost[:MOST_NAMED]) + more,
+            some(lost),
         )
 
 

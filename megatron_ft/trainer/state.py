@@ -148,6 +148,9 @@ class TrainsInPlace(Protocol):
     def beside(self) -> list[str]:
         """Descriptions of objects of the process with training state that is not captured."""
 
+    def left_out(self) -> Collection[str]:
+        """Names of tensors that are not captured because the program asked for it."""
+
     def overwritten(self) -> Collection[str]:
         """Names of tensors that do not hold what was filled any more, behind ``load``."""
 

@@ -156,6 +156,15 @@ def test_a_loader_that_is_read_is_named() -> None:
     assert beside({**state, "position": Position()}) == []
 
 
+def test_the_first_start_names_what_is_left_out(
+    smp: FakeSmp, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manager = make_manager(smp, leave_out=["model/*bias"])
+    manager.prepare({"model": nn.Linear(2, 2)})
+    manager.close()
+    assert "hold 1 tensors, 16 bytes: 1 of model; left out: model/bias" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("batches", ["batched", "single", "stream"])
 def test_a_loader_whose_position_is_captured_is_not_named(batches: str) -> None:
     data: Any = Stream() if batches == "stream" else [1, 2, 3, 4]
