@@ -57,6 +57,7 @@ def test_an_end_before_the_planned_one_is_continued(
     assert not held(job), job.story()
 
 
+@pytest.mark.all_layouts
 def test_an_end_that_nobody_planned_keeps_memory_for_its_time(
     made: list[Job], tmp_path: Path
 ) -> None:

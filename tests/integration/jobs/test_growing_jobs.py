@@ -70,6 +70,7 @@ def test_a_layer_is_unfrozen_and_a_trainer_dies_behind_the_new_commit(
     assert job.kinds().count("renewed") == 1, job.story()
 
 
+@pytest.mark.all_layouts
 def test_a_trainer_dies_before_the_new_layout_is_committed(made: list[Job], tmp_path: Path) -> None:
     """The snapshot of the old layout is restored, and the change made again."""
     job = growing(tmp_path)
