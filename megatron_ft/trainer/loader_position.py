@@ -134,8 +134,10 @@ class LoaderPosition:
                 self._took(one, batch)
                 yield batch
         finally:
-            # Also when the training loop has dropped it: nobody will continue it.
-            self._over(one)
+            # Also when the training loop has dropped it: nobody will continue it.  At the end of
+            # the process modules are empty already, and nothing is left to be counted.
+            if Clock is not None:
+                self._over(one)
 
     def _next(self, one: Pass, end: object) -> Any:
         draws = isinstance(one.trace, ItemTrace) or one.own is not None
