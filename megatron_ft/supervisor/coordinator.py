@@ -90,8 +90,7 @@ class Coordinator(Connections):
         self.listeners: list[Callable[[m.NodeEvent], None]] = []
         self._late_ranks = ""
         observers.add(self._note_late_ranks)
-        self.renewing = False
-        """True while arenas give way to larger ones: nothing is permitted."""
+        self._renewing = False
         self._kick = asyncio.Event()
         self._standstill: Standstill | None = None
         self._encoding_since = self._world_seen = self._first_try = 0.0
@@ -118,7 +117,7 @@ class Coordinator(Connections):
         crash, node_loss = self.fallbacks()
         reason = "a reader" if self.pinned else "want of encoders" if self.crowded else ""
         reason = "memory to be made" if self.unmade else reason
-        reason = "larger arenas" if self.renewing else reason
+        reason = "larger arenas" if self._renewing else reason
         return {
             "incarnation": self.incarnation,
             "resumed_from": self.resumed_from,
@@ -215,9 +214,13 @@ class Coordinator(Connections):
     def stop_snapshots(self) -> None:
         """Permit no more; what is under way is left to the next recovery."""
         self.cycle = self.failure = self._standstill = None
-        self.renewing = False
+        self._renewing = False
         self._stalls.clear()
         self._kick.set()
+
+    def hold_for_renewal(self, *, holding: bool) -> None:
+        """Permit nothing while arenas give way to larger ones."""
+        self._renewing = holding
 
     async def capture_and_stop(self, ahead: int, seconds: float) -> SnapshotEnded:
         """Take a snapshot at whose boundary trainers stay for up to ``seconds``; what became of it.
@@ -281,7 +284,7 @@ class Coordinator(Connections):
         interval = cycle.schedule.spacing
         fastest = self._fastest(cycle)
         newest, world, halt = self.committed, self.usable_world, self._standstill
-        if self.renewing or (halt is not None and halt.ended.done()):
+        if self._renewing or (halt is not None and halt.ended.done()):
             return []
         if self._unprotectable(cycle) or self.crowded or self.unmade:
             halt = None  # until there is room for it and its parity, snapshots are taken as ever

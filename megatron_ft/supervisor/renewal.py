@@ -78,12 +78,12 @@ class ArenaRenewal:
             cycle, larger = self.coordinator.cycle, enlarged(self.stripes, self._wanted)
             if cycle is None or larger == self.stripes:
                 continue
-            self.coordinator.renewing = True
+            self.coordinator.hold_for_renewal(holding=True)
             while not cycle.ready:
                 await asyncio.sleep(LOOK_SECONDS)
             if self._may_begin():
                 await self._renew(cycle, larger)
-            self.coordinator.renewing = False
+            self.coordinator.hold_for_renewal(holding=False)
 
     def _may_begin(self) -> bool:
         """True unless a snapshot that sources alone could replace is not as safe as theirs yet.

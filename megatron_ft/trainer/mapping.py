@@ -135,7 +135,7 @@ class MappingState:
         self._require_covered(self._current())
 
     def beside(self) -> list[str]:
-        """What holds training state in this process, and is in no entry of the mapping."""
+        """Objects with training state in this process that are in no entry of the mapping."""
         return uncaptured(self._state, self._captured(self._current()), self._leave_out)
 
     def _captured(self, found: Enumeration) -> list[torch.Tensor]:
@@ -191,7 +191,7 @@ class MappingState:
         return encode(found.structures, stored)
 
     def _unusual_places(self, found: Enumeration) -> dict[str, Any]:
-        """What a load has to know of optimizers' tensors; looked up anew if there are others."""
+        """Places of optimizers' tensors that a load needs; looked up anew if there are others."""
         if found.all_plain and not has_device():
             return {}
         names = list(found.handles)

@@ -20,7 +20,7 @@ from megatron_ft.trainer.coverage import matches, places
 from megatron_ft.trainer.module_tree import ModuleTree, load_extra_states
 
 _EXTRA = "_extra_state"
-"""What torch calls it in a ``state_dict``, behind the path of its module."""
+"""Its name in a ``state_dict`` of torch, behind the path of its module."""
 
 _ANSWERS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _HOOKS = attrgetter("_state_dict_hooks", "_state_dict_pre_hooks")
@@ -28,7 +28,7 @@ _TRAINED = attrgetter("requires_grad")
 
 
 class ModuleState:
-    """What snapshots hold of a module that a mapping has under ``name``, as of the last refresh.
+    """The content of a module in snapshots, as of the last refresh; a mapping has it as ``name``.
 
     ``parameters`` and ``buffers`` by the names of ``state_dict`` behind ``name``; ``more`` is what
     only a ``state_dict`` gives.  Those that match a pattern of ``leave_out`` are in ``left_out``.
@@ -93,7 +93,7 @@ class ModuleState:
         return _state_dict(self.module)
 
     def _beside(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """What of a ``state_dict`` is none of the module's own tensors, nor a copy of one by name.
+        """The rest of a ``state_dict``: no tensor of the module's own, nor a copy of one by name.
 
         Of another name it counts as one if it shows the same memory.
         """

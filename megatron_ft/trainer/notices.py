@@ -1,4 +1,4 @@
-"""What a user reads at the first save: what snapshots hold, and what a restart would lose."""
+"""Lines for a user at the first save: the content of snapshots, and the loss of a restart."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def say_what_is_captured(
 
 
 def _beside(state: TrainingState) -> list[str]:
-    """What is not captured; a look at all objects of a process may meet anything."""
+    """Objects that are not captured; a look at all objects of a process may meet anything."""
     try:
         return state.beside() if isinstance(state, TrainsInPlace) else []
     except Exception:

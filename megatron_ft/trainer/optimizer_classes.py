@@ -85,7 +85,7 @@ def check_state(inner: Any, state: Mapping[str, Any]) -> None:
 
 
 def sharding_of(inner: Any, name: str) -> Sharding:
-    """How ranks share out the state of that name; of one that is not known each has its own."""
+    """The way that ranks share out the state of that name; each has its own of an unknown one."""
     return optimizer_class(inner).state.get(name, "local")
 
 
