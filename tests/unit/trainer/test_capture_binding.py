@@ -257,3 +257,15 @@ def test_items_are_made_once_for_tensors_that_stay() -> None:
     assert later() is first
     moved(state)
     assert later() is not first
+
+
+@pytest.mark.parametrize("names", [["b"], []])
+def test_what_is_copied_early_stays_so_in_a_layout_that_is_planned_anew(names: list[str]) -> None:
+    """Else each new layout would cost a snapshot again before the change was seen."""
+    state = made()
+    _, before = bound(state)
+    before.hurry(names)
+    _, after = bound({**state, "new": torch.rand(2000)})
+    after.hurry_like(before)
+    assert after.lazy_of(["a", "b", "new"]) == (["a", "new"] if names else [])
+    assert after.hurries and after.hurries_all is (not names)
