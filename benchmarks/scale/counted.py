@@ -115,7 +115,7 @@ async def _committed(supervisor: Supervisor, run: asyncio.Task[Any]) -> list[Sna
         if run.done():
             run.result()
             raise RuntimeError("the job ended before it had committed enough")
-        protected = supervisor.coordinator.protected
+        protected = supervisor.coordinator.standing.protected
         if protected is not None and protected[0] not in seen:
             seen.append(protected[0])
         await asyncio.sleep(0.02)

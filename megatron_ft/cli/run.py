@@ -302,11 +302,11 @@ def _supervise(
         with _leaving_nothing(place):
             held.enter_context(folders_ready(spec, state))
         supervisor = Supervisor(spec, place.launcher, state, place.hosts)
-        supervisor.observers.add(Printer())
+        supervisor.observers.subscribe(Printer())
         EventLog(notes / EVENTS, str(state.record.job)).follow(supervisor.coordinator)
         if arguments.notify_command:
             held.callback(_notifier(arguments, supervisor).close)
-        supervisor.observers.add(end := RunSummary())
+        supervisor.observers.subscribe(end := RunSummary())
         try:
             code, ended = asyncio.run(_run(supervisor))
         except MegatronFTError:

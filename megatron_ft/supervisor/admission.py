@@ -71,7 +71,7 @@ async def admit(
     that still obeys another coordinator is waited for: its lease runs out.
     """
     reach("recovery.admitting")
-    coordinator.incarnation, coordinator.resumed_from = incarnation, None
+    coordinator.begin_incarnation(incarnation)
     requests = [
         m.Admit(incarnation, coordinator.timing.lease, tuple(keep.get(node, ()))) for node in nodes
     ]

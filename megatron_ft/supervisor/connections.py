@@ -1,4 +1,4 @@
-"""The coordinator's connections to all SMPs: requests, events, heartbeats, leases, and encoders."""
+"""The coordinator's connections to all SMPs: requests, events, heartbeats and leases."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -23,10 +24,13 @@ from megatron_ft.core.errors import (
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.smp.event_sender import EventInbox
+from megatron_ft.supervisor.damage import DamagedShards
 from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.expected_world import ExpectedWorld
 from megatron_ft.supervisor.hanging_drains import HangingDrains
 from megatron_ft.supervisor.heartbeats import Heartbeats
 from megatron_ft.supervisor.orders import Timing
+from megatron_ft.supervisor.standing import Standing
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +38,6 @@ ARENA_TIMEOUT_SECONDS = 600.0
 """Limit for making an arena, whose pages are all touched."""
 
 REQUEST_TIMEOUT_SECONDS = 30.0
-
-WORLD_TIMEOUT_SECONDS = 120.0
-"""Limit for the start of an encoder world, until each node's encoder has joined."""
 
 MOST_NODES = 16384
 """Connections that libzmq provides for; by default it refuses the 1,024th."""
@@ -77,7 +78,7 @@ class SmpLink:
         self._numbers = itertools.count(1)
         self._pending: dict[bytes, asyncio.Future[Any]] = {}
         self._socket = context.socket(zmq.DEALER)
-        self._socket.linger = 0
+        self._socket.setsockopt(zmq.LINGER, 0)
         keys.connect(self._socket, endpoint)
         self._reader = asyncio.create_task(self._read())
 
@@ -148,7 +149,7 @@ class SmpLink:
 
 
 class Connections(ABC):
-    """One connection and one heartbeat for each node, and the encoder world over them.
+    """One connection and one heartbeat for each node; ``encoders`` is the world over them.
 
     ``kill_world`` ends the encoder world of a name; ``observers`` receive what happens.
 
@@ -180,23 +181,13 @@ class Connections(ABC):
         self.rewind_before = 0
         self.evacuations: dict[str, m.Evacuate] = {}
         """Requests that nobody has answered yet, by their numbers."""
-        self.evacuation_asked = asyncio.Event()
-        self.held: dict[str, tuple[m.HeldSnapshot, ...]] = {}
-        """The committed snapshots of each node, as its last heartbeat named them."""
+        self._evacuation_asked = asyncio.Event()
+        self.standing = Standing(DamagedShards(observers))
         self.missing: dict[str, str] = {}
         """The arena of each node that has no file any more, "" if none, by its last heartbeat."""
         self.arena_missing = asyncio.Event()
         self.hanging_drains = HangingDrains(observers)
-        self.world = ""
-        self.world_nodes: tuple[str, ...] = ()
-        self.world_joined, self.world_refused = False, ""
-        """True once the expected world was up; the reason why an SMP refused its encoder."""
-        self.next_world = ""
-        """The world that was started ahead for the next incarnation, "" for none."""
-        self.next_world_on: set[str] = set()
-        self._encoders_up: set[str] = set()
-        self._world_up = asyncio.Event()
-        self._kill_world = kill_world
+        self.encoders = ExpectedWorld(observers, kill_world)
         self._paused_on: set[str] = set()
         self._pinned_on: set[str] = set()
         self.readers: dict[str, tuple[str, ...]] = {}
@@ -317,7 +308,8 @@ class Connections(ABC):
         for request in answer.evacuations:
             self.ask_evacuation(request)
         before = self.paused
-        self.held[answer.node], self.readers[answer.node] = answer.held, answer.readers
+        self.standing.holds(answer.node, answer.held)
+        self.readers[answer.node] = answer.readers
         known, self.missing[answer.node] = self.missing.get(answer.node), answer.missing
         if answer.missing and not known:
             self.arena_missing.set()
@@ -348,7 +340,7 @@ class Connections(ABC):
         if request.number not in self._requests_known:
             self._requests_known.add(request.number)
             self.evacuations[request.number] = request
-            self.evacuation_asked.set()
+            self._evacuation_asked.set()
 
     def supersede(self, reason: str) -> None:
         """Have this supervisor end, as of ``require_lead``: another one leads the job."""
@@ -383,50 +375,47 @@ class Connections(ABC):
         await self.refresh()
         return [node for node, link in self.links.items() if link.last_heard < before]
 
-    def expect_world(self, world: str, nodes: tuple[str, ...]) -> None:
-        """Expect a world with these nodes as ranks 0, 1, ..., which is being started."""
-        self.world, self.world_nodes = world, nodes
-        self._encoders_up = set()
-        self._world_up.clear()
-        self.world_joined, self.world_refused = False, ""
+    def begin_incarnation(self, incarnation: int) -> None:
+        """Lead ``incarnation`` from now on: events and answers of earlier ones count no more."""
+        self.incarnation = incarnation
+        self.standing.begin_incarnation()
 
-    async def world_ready(self) -> None:
-        """Wait until an encoder of the expected world has joined on every node of it."""
-        try:
-            await asyncio.wait_for(self._world_up.wait(), WORLD_TIMEOUT_SECONDS)
-        except asyncio.TimeoutError as error:
-            missing = sorted(set(self.world_nodes) - self._encoders_up)
-            raise ControlPlaneError(
-                f"encoder world {self.world}: none from {', '.join(missing)} "
-                f"in {WORLD_TIMEOUT_SECONDS:.0f} s",
-                missing[0] if missing else "",
-            ) from error
+    def forget_progress(self) -> None:
+        """Drop what trainers of earlier incarnations have reached or asked for."""
+        self.rewind_asked.clear()
+        self.progress.clear()
 
-    @property
-    def usable_world(self) -> str:
-        """The encoder world if it is up on all its nodes, else empty."""
-        return self.world if self._world_up.is_set() else ""
+    def forget_missing(self) -> None:
+        """Drop what was said of arenas that this incarnation has made anew."""
+        self.missing.clear()
 
-    def world_lost(self) -> None:
-        """Note that the world has ended, or is being ended."""
-        self._world_up.clear()
-        self._encoders_up.clear()
+    async def settle_missing(self) -> None:
+        """Wait until whatever removes arenas on one node is likely to have done so on all."""
+        await asyncio.sleep(self.timing.node_timeout)
+        await self.refresh()
+        self.arena_missing.clear()
 
-    def end_world(self, world: str, reason: str) -> None:
-        """Have an encoder world ended that cannot continue; nothing is lost, a new one is
-        started.  If that has been done already, the new one is left alone."""
-        self.observers.emit("world_broken", f"parity stopped: {reason}")
-        if world == self.world:
-            self.world_lost()
-        self._kill_world(world)
+    async def until_evacuation(self, seconds: float) -> bool:
+        """Wait for a request to evacuate a node, for up to ``seconds``; True if there is one."""
+        if not self.evacuations:
+            self._evacuation_asked.clear()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._evacuation_asked.wait(), seconds)
+        return bool(self.evacuations)
 
-    def _joined(self, node: str) -> bool:
-        """Note that the world's encoder on ``node`` has joined; True if it is up on all nodes."""
-        self._encoders_up.add(node)
-        if self._encoders_up >= set(self.world_nodes):
-            self._world_up.set()
-            self.world_joined = True
-        return self._world_up.is_set()
+    def answer_evacuation(self, number: str) -> None:
+        """Drop a request that was carried out or refused."""
+        self.evacuations.pop(number, None)
+
+    def forget_silence(self) -> None:
+        """Drop what ``silent`` was set for: all nodes have just been asked."""
+        self.silent.clear()
+
+    def take_failure(self) -> BaseException | None:
+        """The coordinator's own failure, once; ``silent`` is cleared, as this answers it."""
+        self.silent.clear()
+        error, self.failure = self.failure, None
+        return error
 
     async def ask_all(self, requests: Mapping[str, m.Message]) -> dict[str, Any]:
         """Send each node its request; the answers.  A refusal or silence is raised."""

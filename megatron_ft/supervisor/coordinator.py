@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from megatron_ft.core.errors import ControlPlaneError
@@ -28,9 +27,8 @@ from megatron_ft.supervisor.cycle import (
     SnapshotCycle,
     SnapshotEnded,
 )
-from megatron_ft.supervisor.damage import DamagedShards
 from megatron_ft.supervisor.events import JobEvent, Observers
-from megatron_ft.supervisor.exposure import Exposure, Fallbacks
+from megatron_ft.supervisor.exposure import Fallbacks
 from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.replicas import ReplicaWatch
 from megatron_ft.supervisor.summary import Skips, SummaryParts
@@ -69,27 +67,17 @@ class Coordinator(Connections):
         super().__init__(keys, observers, kill_world, timing, scrub_percent)
         self._summary = SummaryParts(self.view, timing.heartbeat / 2)
         self.cycle: SnapshotCycle | None = None
-        self.committed: tuple[SnapshotId, int, str] | None = None
-        self.protected: tuple[SnapshotId, int] | None = None
-        self.durable: tuple[SnapshotId, int] | None = None
-        self.free_spares: Callable[[], Sequence[str]] = list
-        self._judged: tuple[Any, Exposure] | None = None
-        self.drain_failures = (0, "")
-        self.restoring: SnapshotId | None = None
-        self.resumed_from: int | None = None
-        self.watched: dict[str, Any] = {}
-        self.moves: dict[str, Any] = {}
-        """What became of each node that was to be evacuated, for the summary."""
+        self._shown: list[tuple[str, Callable[[], Mapping[str, Any]]]] = []
+        self._moves: dict[str, Any] = {}
         self.skips = Skips()
-        self.damage = DamagedShards(observers)
         self.replicas = ReplicaWatch(observers)
         self.given_up = (0, "")
         # By snapshot: the longest time that it has held a trainer.
         self._stalls: dict[SnapshotId, float] = {}
         """Snapshots aborted since the last commit, and the reason of the last one."""
-        self.listeners: list[Callable[[m.NodeEvent], None]] = []
+        self._listeners: list[Callable[[m.NodeEvent], None]] = []
         self._late_ranks = ""
-        observers.add(self._note_late_ranks)
+        observers.subscribe(self._note_late_ranks)
         self._renewing = False
         self._kick = asyncio.Event()
         self._standstill: Standstill | None = None
@@ -99,52 +87,46 @@ class Coordinator(Connections):
 
     def view(self) -> dict[str, dict[str, Any]]:
         """The job as the coordinator sees it, for its summary: JSON objects by part."""
-        exposure = self.exposure()
-        idle = set() if self.cycle is None else self.links.keys() - self.cycle.nodes
-        return {
+        cycle = self.cycle
+        idle = set() if cycle is None else self.links.keys() - cycle.nodes
+        exposure = None if cycle is None else self.standing.exposure(cycle.stripe_map)
+        parts = {
             "state": self._state(),
-            "nodes": {
-                "nodes": sorted(self.links),
-                "idle": sorted(idle),
-                "spares": sorted(self.free_spares()),
-            },
+            "nodes": {"nodes": sorted(self.links), "idle": sorted(idle)},
             "progress": {"iteration": max(self.progress.values(), default=-1)},
             **({"exposure": {}, "pairs": {}} if exposure is None else exposure.report),
         }
+        for part, report in self._shown:
+            parts[part].update(report())
+        return parts
+
+    def show(self, part: str, report: Callable[[], Mapping[str, Any]]) -> None:
+        """Have a part of the summary hold what ``report`` returns at the time, too."""
+        self._shown.append((part, report))
 
     def _state(self) -> dict[str, Any]:
-        committed, protected, durable = self.committed, self.protected, self.durable
-        crash, node_loss = self.fallbacks()
+        stripe_map = None if self.cycle is None else self.cycle.stripe_map
         reason = "a reader" if self.pinned else "want of encoders" if self.crowded else ""
         reason = "memory to be made" if self.unmade else reason
         reason = "larger arenas" if self._renewing else reason
         return {
             "incarnation": self.incarnation,
-            "resumed_from": self.resumed_from,
-            "encoders": "up" if self.usable_world else "down",
+            "encoders": "up" if self.encoders.usable else "down",
             "paused": self.paused,
             "held": self.pinned,
             "skipping_for": reason,
             "waits_until": self._waits_until(),
             "skipped": self.skips.total + self.skips.now,
-            "drain_failures": self.drain_failures[0],
-            "drain_failure": self.drain_failures[1],
             "unregistered": self._late_ranks,
             "given_up": self.given_up[0],
             "given_up_reason": self.given_up[1],
-            "damaged_shards": self.damage.held(
-                [one for some in self.held.values() for one in some]
-            ),
-            "watch": self.watched,
-            "moves": self.moves,
-            "committed": None
-            if committed is None
-            else {**_named(*committed[:2]), "level": committed[2]},
-            "protected": None if protected is None else _named(*protected),
-            "crash": None if crash is None else crash.iteration,
-            "node_loss": None if node_loss is None else node_loss.iteration,
-            "durable": None if durable is None else _named(*durable),
+            "moves": self._moves,
+            **self.standing.report(stripe_map),
         }
+
+    def note_move(self, node: str, **what: Any) -> None:
+        """Have the summary show what became of a node that was to be evacuated."""
+        self._moves[node] = what
 
     def _note_late_ranks(self, event: JobEvent) -> None:
         """Keep what was said of ranks that do not register, until all have."""
@@ -188,28 +170,13 @@ class Coordinator(Connections):
     def start_snapshots(self, cycle: SnapshotCycle) -> None:
         """Permit one snapshot after the other until ``stop_snapshots``."""
         self.cycle = cycle
-        cycle.judge = partial(self.replicas.judge, cycle.places)
+        self.given_up = (0, "")
         self._protect_tries.clear()
         self._keep(self._pump(cycle))
 
     def fallbacks(self) -> Fallbacks:
-        """The snapshots that failures would fall back to; without training those committed last."""
-        if (exposure := self.exposure()) is not None:
-            return exposure.memory()
-        committed, protected = self.committed, self.protected
-        return Fallbacks(
-            None if committed is None else m.HeldSnapshot(*committed[:2], False),
-            None if protected is None else m.HeldSnapshot(*protected, True),
-        )
-
-    def exposure(self) -> Exposure | None:
-        """The exposure of the job, None without training; computed again after a change."""
-        if (cycle := self.cycle) is None:
-            return None
-        basis = (cycle, dict(self.held), set(self.damage.lost), self.durable)
-        if self._judged is None or self._judged[0] != basis:
-            self._judged = basis, Exposure(cycle.stripe_map, *basis[1:])
-        return self._judged[1]
+        """The snapshots that failures would fall back to."""
+        return self.standing.fallbacks(None if self.cycle is None else self.cycle.stripe_map)
 
     def stop_snapshots(self) -> None:
         """Permit no more; what is under way is left to the next recovery."""
@@ -217,6 +184,20 @@ class Coordinator(Connections):
         self._renewing = False
         self._stalls.clear()
         self._kick.set()
+
+    def listen(self, listener: Callable[[m.NodeEvent], None]) -> None:
+        """Pass every event of the present incarnation to ``listener`` from now on."""
+        self._listeners.append(listener)
+
+    @contextmanager
+    def listening(self, *listeners: Callable[[m.NodeEvent], None]) -> Iterator[None]:
+        """Pass events to ``listeners`` as long as the context is entered."""
+        self._listeners += listeners
+        try:
+            yield
+        finally:
+            for listener in listeners:
+                self._listeners.remove(listener)
 
     def hold_for_renewal(self, *, holding: bool) -> None:
         """Permit nothing while arenas give way to larger ones."""
@@ -247,7 +228,7 @@ class Coordinator(Connections):
     async def _pump(self, cycle: SnapshotCycle) -> None:
         self._world_seen = time.monotonic()
         while self.cycle is cycle:
-            if self.usable_world:
+            if self.encoders.usable:
                 self._world_seen = time.monotonic()
             self._learn_numbering(cycle)
             if cycle.phase == CyclePhase.IDLE and not self.paused:
@@ -283,22 +264,22 @@ class Coordinator(Connections):
         """Begin what is due: parity of the newest local snapshot, or a new one if it has room."""
         interval = cycle.schedule.spacing
         fastest = self._fastest(cycle)
-        newest, world, halt = self.committed, self.usable_world, self._standstill
+        standing, world, halt = self.standing, self.encoders.usable, self._standstill
+        newest = standing.committed
         if self._renewing or (halt is not None and halt.ended.done()):
             return []
         if self._unprotectable(cycle) or self.crowded or self.unmade:
             halt = None  # until there is room for it and its parity, snapshots are taken as ever
         if self.replicas.differ.is_set():
             return []  # this incarnation is about to end
-        if halt is None and newest is not None and newest[2] == "local" and world:
-            tries = self._protect_tries.get(newest[0], 0)
-            damaged = any(snapshot == newest[0] for _, snapshot in self.damage.lost)
-            tries = MOST_PROTECT_TRIES if damaged else tries
+        if halt is None and newest is not None and newest.level == "local" and world:
+            tries = self._protect_tries.get(newest.snapshot, 0)
+            tries = MOST_PROTECT_TRIES if standing.newest_is_damaged() else tries
             if tries < MOST_PROTECT_TRIES and (actions := cycle.protect(*newest[:2], world)):
                 self._first_try = self._first_try if tries else time.monotonic()
-                self._protect_tries = {newest[0]: tries + 1}
+                self._protect_tries = {newest.snapshot: tries + 1}
                 return actions
-        lost = self._beyond_repair(cycle)
+        lost = standing.beyond_repair(cycle.nodes, cycle.stripe_map)
         give_up = lost is None and self.crowded and not self.pinned and self._gives_way(cycle)
         if self.pinned or self.unmade or (self.crowded and not give_up and lost is None):
             self._skip(max(fastest, cycle.schedule.first), interval)
@@ -320,16 +301,8 @@ class Coordinator(Connections):
             self.observers.emit("given_up", f"the newest snapshot is given up: {text}")
         return actions
 
-    def _beyond_repair(self, cycle: SnapshotCycle) -> SnapshotId | None:
-        """The newest committed snapshot if it is damaged so that no failure can fall back to it."""
-        if self.committed is None or set(cycle.nodes) - self.held.keys():
-            return None
-        newest, crash = self.committed[0], self.fallbacks().crash
-        damaged = any(snapshot == newest for _, snapshot in self.damage.lost)
-        return newest if damaged and (crash is None or crash.snapshot < newest) else None
-
     def _unprotectable(self, cycle: SnapshotCycle) -> bool:
-        return bool(cycle.stripes) and not self.usable_world
+        return bool(cycle.stripes) and not self.encoders.usable
 
     def _fastest(self, cycle: SnapshotCycle) -> int:
         return max((self.progress.get(s, -1) for s in cycle.places), default=-1)
@@ -360,11 +333,12 @@ class Coordinator(Connections):
         return " and ".join(found[:2]) or "a process"
 
     def _gives_way(self, cycle: SnapshotCycle) -> bool:
-        if set(cycle.nodes) - self.held.keys():
+        known = self.standing.held
+        if set(cycle.nodes) - known.keys():
             return False  # what a node holds is not known yet
-        held = [one for node in cycle.nodes for one in self.held[node]]
+        held = [one for node in cycle.nodes for one in known[node]]
         protected = max((one.snapshot for one in held if one.protected), default=None)
-        crash, durable = self.fallbacks().crash, self.durable
+        crash, durable = self.fallbacks().crash, self.standing.durable
         if protected is not None and (crash is None or crash.snapshot <= protected):
             return False  # the newer one is damaged: nothing whole would be left
         # Encoders that are up and fail each time are as good as away.
@@ -372,7 +346,7 @@ class Coordinator(Connections):
         return protected_gives_way(
             skipped=self.skips.now,
             seconds_away=time.monotonic() - (self._first_try if failing else self._world_seen),
-            on_disk=protected is None or (durable is not None and durable[0] >= protected),
+            on_disk=protected is None or (durable is not None and durable.snapshot >= protected),
             protectable=bool(cycle.stripes),
         )
 
@@ -389,7 +363,7 @@ class Coordinator(Connections):
                     self._encoding_since = time.monotonic()
                 self._keep(self._send(cycle, action))
             elif isinstance(action, KillWorld):
-                self.end_world(action.world, action.reason)
+                self.encoders.end(action.world, action.reason)
             elif isinstance(action, SnapshotEnded):
                 self._ended(action)
         if cycle.ready:
@@ -416,16 +390,17 @@ class Coordinator(Connections):
             if not self._standstill.ended.done():
                 self._standstill.ended.set_result(ended)
         if ended.corrupt and self.cycle is not None:
-            self.damage.count_refused(ended.corrupt, self.cycle.places)
+            self.standing.damage.count_refused(ended.corrupt, self.cycle.places)
         if ended.again and ended.level == "local":
             # It is what it was, or known to be less; the event of the broken world has the reason.
-            self.damage.count_lost(ended.snapshot, ended.corrupt)
+            self.standing.damage.count_lost(ended.snapshot, ended.corrupt)
             return
         text = f"snapshot of iteration {ended.iteration}"
         stall = round(self._stalls.pop(ended.snapshot, 0.0), 6)
         fields = {"iteration": ended.iteration, "stall": stall}
         if ended.level != "aborted":
-            self.record_commit(ended.snapshot, ended.iteration, ended.level)
+            self.standing.commits(ended.snapshot, ended.iteration, ended.level)
+            self.given_up = (0, "")
             text += f" committed ({ended.level})"
             self.observers.emit("committed", text, level=ended.level, **fields)
         elif ended.last:
@@ -433,13 +408,6 @@ class Coordinator(Connections):
         else:
             self.given_up = (self.given_up[0] + 1, ended.reason)
             self.observers.emit("aborted", f"{text} given up: {ended.reason}", **fields)
-
-    def record_commit(self, snapshot: SnapshotId, iteration: int, level: str) -> None:
-        """Record ``snapshot`` as committed on every node: failures fall back to it from now on."""
-        self.committed, self.given_up = (snapshot, iteration, level), (0, "")
-        if level == "protected":
-            self.protected = (snapshot, iteration)
-            self.damage.all_accepted()
 
     def _on_event(self, event: m.NodeEvent) -> None:
         try:
@@ -454,26 +422,14 @@ class Coordinator(Connections):
         if isinstance(body, m.CaptureCost):
             held = self._stalls.get(body.snapshot, 0.0)
             self._stalls[body.snapshot] = max(held, body.stall_seconds)
-        if isinstance(body, m.EncoderHello) and body.world == self.world:
-            if self._joined(event.node) and self.cycle is not None:
-                self.cycle.world_changed(self.world)
-        if isinstance(body, m.EncoderRefused) and body.world == self.world:
-            # Told with the end of the world, which follows at once.
-            self.world_refused = f"the SMP of {event.node} refused its encoder: {body.reason}"
-        if isinstance(body, m.EncoderWaits) and body.world == self.next_world:
-            self.next_world_on.add(event.node)
+        if self.encoders.on_event(event) and self.cycle is not None:
+            self.cycle.world_changed(self.encoders.name)
         if isinstance(body, m.ReaderStalled):
             text = f"{body.reader} on {event.node} has not run for {body.seconds:.0f} s"
             text += ": it holds no snapshot any more"
             self.observers.emit("reader_stalled", text, reader=body.reader, node=event.node)
-        if isinstance(body, m.WriterGone) and body.role == "encoder" and body.who == self.world:
-            self.world_lost()
         if self.cycle is not None:
-            self.damage.on_event(event)
+            self.standing.damage.on_event(event)
             self._perform(self.cycle, self.cycle.handle(event.node, body))
-        for listener in list(self.listeners):
+        for listener in list(self._listeners):
             listener(event)
-
-
-def _named(snapshot: SnapshotId, iteration: int) -> dict[str, Any]:
-    return {"snapshot": str(snapshot), "iteration": iteration}

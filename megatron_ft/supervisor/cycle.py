@@ -99,6 +99,7 @@ class SnapshotCycle:
         places: Mapping[str, str],
         stripes: tuple[m.StripeOrder, ...],
         schedule: Schedule,
+        judge: Judge = _accept,
     ) -> None:
         self.incarnation = incarnation
         self.places = dict(places)
@@ -124,7 +125,7 @@ class SnapshotCycle:
         self._passed_since: float | None = None
         self._stuck = False
         self.stay = 0.0
-        self.judge: Judge = _accept
+        self._judge = judge
         self._replicas: dict[str, Sequence[m.ReplicaDigests]] = {}
 
     @cached_property
@@ -291,7 +292,7 @@ class SnapshotCycle:
         self._replicas[body.record.shard_id] = body.replicas
         if not self._all_sealed():
             return []
-        if reason := self.judge(self.snapshot, self.iteration, self._replicas):
+        if reason := self._judge(self.snapshot, self.iteration, self._replicas):
             return self._abort(reason)
         if not self._world or not self.stripes:
             return self._commit("local")

@@ -26,6 +26,14 @@ class DamagedShards:
         self._observers = observers
         self._refused = Counter[str]()
 
+    def lose(self, shard: str, snapshot: SnapshotId) -> None:
+        """Have a shard count as lost in a snapshot, as a load or a rebuild found it damaged."""
+        self.lost.add((shard, snapshot))
+
+    def mend(self, shard: str, snapshot: SnapshotId) -> None:
+        """Have it count no more: it was rebuilt."""
+        self.lost.discard((shard, snapshot))
+
     def on_event(self, event: m.NodeEvent) -> None:
         """Record what a scrub has found; it reports the same again and again."""
         body = event.body

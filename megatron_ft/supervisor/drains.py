@@ -69,7 +69,7 @@ class Drains:
         spares_gone: Callable[[], bool],
         mount: str = "",
     ) -> None:
-        self.failures = 0
+        self.failures, self._last_failure = 0, ""
         self._spec, self._launcher, self._job = spec, launcher, job
         self._coordinator = coordinator
         self._task: asyncio.Task[None] | None = None
@@ -95,7 +95,7 @@ class Drains:
             margin=spec.settings.drain_stop_seconds,
         )
         self._spares_gone = spares_gone
-        coordinator.observers.add(self._on_event)
+        coordinator.observers.subscribe(self._on_event)
 
     def begin(
         self,
@@ -123,6 +123,10 @@ class Drains:
         )
         self._coordinator.observers.emit("drain_cost", text)
 
+    def report(self) -> dict[str, object]:
+        """What the job's summary shows of drains that failed."""
+        return {"drain_failures": self.failures, "drain_failure": self._last_failure}
+
     def reseat(self, seats: Mapping[str, ShardPlacement]) -> None:
         """The arenas of the shards are of other lengths from now on."""
         self._seats = dict(seats)
@@ -131,14 +135,14 @@ class Drains:
         """Training has finished: let the drain end that runs, and the one that is due."""
         if self._task is None:
             return
-        committed, hanging = self._coordinator.committed, self._coordinator.hanging
+        committed, hanging = self._coordinator.standing.committed, self._coordinator.hanging
         self._ending, self._last_tries, self._not_before = True, 0, 0.0
         if self._plan_begun is not None:
             due = f"iteration {self._plan_begun[0].iteration} is on disk"
             stalled = f"its drain has made no progress for {STALL_SECONDS:.0f} s"
             text = f"training has finished; the job ends once {due}, or {stalled}"
             self._coordinator.observers.emit("drain_awaited", text)
-        elif hanging and committed is not None and not self._is_durable(committed[0]):
+        elif hanging and committed is not None and not self._is_durable(committed.snapshot):
             self._failed(f"nothing more is drained, as the disk hangs: {', '.join(hanging)}")
         self._news.set()
         await self._end(self._task)
@@ -149,12 +153,12 @@ class Drains:
         Whether it, or a newer one, is on disk after at most ``seconds``.  A drain that runs is
         given up for it if it runs under a cap, or only one of the two can still be written.
         """
-        committed = self._coordinator.committed
+        committed = self._coordinator.standing.committed
         if self._task is None or committed is None:
             return False
         text = f"a last drain, for at most {seconds:g} s"
         self._coordinator.observers.emit("stopping", text)
-        if self._cap or self._gives_way(committed[0], seconds):
+        if self._cap or self._gives_way(committed.snapshot, seconds):
             await self.abandon()
             self._cap = 0.0
             self._task = asyncio.create_task(self._keep())
@@ -163,7 +167,7 @@ class Drains:
         self._last = -1
         self._news.set()
         await asyncio.wait({self._task}, timeout=seconds)
-        return self._is_durable(committed[0])
+        return self._is_durable(committed.snapshot)
 
     def _gives_way(self, newest: SnapshotId, seconds: float) -> bool:
         """True if the drain that runs is of an older snapshot, and in the way of the newest."""
@@ -174,8 +178,8 @@ class Drains:
         return older and gives_way(time.monotonic() - begun, self._slowest, seconds)
 
     def _is_durable(self, snapshot: SnapshotId) -> bool:
-        durable = self._coordinator.durable
-        return durable is not None and durable[0] >= snapshot
+        durable = self._coordinator.standing.durable
+        return durable is not None and durable.snapshot >= snapshot
 
     async def abandon(self) -> None:
         """This incarnation has ended: end the drain that runs.  Nothing waits for nodes or
@@ -233,8 +237,8 @@ class Drains:
 
     def _urgent_left(self) -> bool:
         """True while a last drain is to be tried again: it has failed, or the disk hangs."""
-        committed, since = self._coordinator.committed, self._urgent_since
-        if since is None or committed is None or self._is_durable(committed[0]):
+        committed, since = self._coordinator.standing.committed, self._urgent_since
+        if since is None or committed is None or self._is_durable(committed.snapshot):
             return False
         if self._coordinator.hanging and time.monotonic() - since > STALL_SECONDS:
             return False
@@ -253,16 +257,16 @@ class Drains:
         None is due while an older drain hangs: the disk does not answer.
         """
         committed, settings, now = (
-            self._coordinator.committed,
+            self._coordinator.standing.committed,
             self._spec.settings,
             time.monotonic(),
         )
         old = 0 < 60 * settings.drain_minutes <= now - self._taken_at
         urgent = self._urgent_since is not None or old
-        if committed is None or self._is_durable(committed[0]) or self._coordinator.hanging:
+        if committed is None or self._is_durable(committed.snapshot) or self._coordinator.hanging:
             return None
         if now < self._not_before or not is_due(
-            self._last, committed[1], settings.drain_interval, urgent
+            self._last, committed.iteration, settings.drain_interval, urgent
         ):
             return None
         self._taken_at = now
@@ -306,7 +310,7 @@ class Drains:
         try:
             await self._coordinator.hold(plan.snapshot, nodes)
             await self._write(plan, nodes)
-            self._coordinator.durable = (plan.snapshot, plan.iteration)
+            self._coordinator.standing.drains(plan.snapshot, plan.iteration)
             await self._try("tidy", plan, nodes[0], "retention_failed")
         except (MegatronFTError, OSError) as error:
             reason = str(error)
@@ -382,10 +386,10 @@ class Drains:
     def _cost(self) -> str:
         """The cost of a failure just before the end of the drain, if snapshots were
         skipped for it."""
-        committed, progress = self._coordinator.committed, self._coordinator.progress
+        committed, progress = self._coordinator.standing.committed, self._coordinator.progress
         if committed is None or not self._coordinator.skips.now:
             return ""
-        lost = max(progress.values(), default=committed[1]) - committed[1]
+        lost = max(progress.values(), default=committed.iteration) - committed.iteration
         return (
             f"no snapshot was taken while it was written: a failure would have lost {lost} "
             "iterations; with --slots 3 snapshots continue, for one more copy of each shard in "
@@ -394,8 +398,7 @@ class Drains:
 
     def _failed(self, text: str) -> None:
         """Emit and count a failed drain; ``megatron-ft status`` shows the number and the text."""
-        self.failures += 1
-        self._coordinator.drain_failures = (self.failures, text)
+        self.failures, self._last_failure = self.failures + 1, text
         self._coordinator.observers.emit("drain_failed", text)
 
     def _emit(self, kind: str, text: str, plan: DrainPlan) -> None:

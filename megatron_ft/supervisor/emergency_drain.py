@@ -83,9 +83,9 @@ class EmergencyDrain:
         """Carry the plan out and drain; what went wrong with the drain, or nothing."""
         self._state.update(incarnation=plan.incarnation, lineage=plan.lineage)
         await self._recovery.carry_out(plan, admitted)
-        durable = self._coordinator.durable
+        durable = self._coordinator.standing.durable
         # A snapshot whose drain ended with the trainers counts as not drained.
-        first = min(plan.decision.iteration, -1 if durable is None else durable[1])
+        first = min(plan.decision.iteration, -1 if durable is None else durable.iteration)
         self._drains.begin(plan.places, self._state.record.shards, plan.lineage, first)
         try:
             drained = await self._members.while_all_answer(self._drains.last(DRAIN_SECONDS))

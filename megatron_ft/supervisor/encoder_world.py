@@ -204,7 +204,7 @@ class WorldKeeper:
         if not self.encoders.take_ahead(nodes, self._coordinator.incarnation):
             self.stop()
             self._launch(nodes)
-        self._coordinator.next_world = ""
+        self._coordinator.encoders.expect_ahead("")
         self._task = asyncio.create_task(self._keep(nodes))
 
     async def prepare(self, nodes: Sequence[str]) -> None:
@@ -219,15 +219,15 @@ class WorldKeeper:
         except (MegatronFTError, OSError) as error:
             self._emit("world_refused", f"no encoder world was started ahead: {error}")
             return
-        coordinator.next_world, coordinator.next_world_on = name, set()
+        coordinator.encoders.expect_ahead(name)
         deadline = time.monotonic() + PREPARE_SECONDS
-        while coordinator.next_world_on < set(nodes) and time.monotonic() < deadline:
+        while coordinator.encoders.ahead_on < set(nodes) and time.monotonic() < deadline:
             await asyncio.sleep(LOOK_SECONDS)
 
     def drop_prepared(self) -> None:
         """End the world of ``prepare``; another one is started when it is needed."""
         self.encoders.drop_ahead()
-        self._coordinator.next_world = ""
+        self._coordinator.encoders.expect_ahead("")
 
     def stop(self) -> None:
         """End the world; no other is started.  One that was prepared is expected from now on."""
@@ -235,13 +235,13 @@ class WorldKeeper:
             self._task.cancel()
             self._task = None
         self.encoders.kill()
-        self._coordinator.world_lost()
+        self._coordinator.encoders.lost()
         if ahead := self.encoders.ahead:
-            self._coordinator.expect_world(ahead.name, ahead.nodes)
+            self._coordinator.encoders.expect(ahead.name, ahead.nodes)
 
     def _launch(self, nodes: Sequence[str]) -> None:
         name = self.encoders.start(nodes, self._coordinator.incarnation)
-        self._coordinator.expect_world(name, tuple(nodes))
+        self._coordinator.encoders.expect(name, tuple(nodes))
 
     async def _keep(self, nodes: Sequence[str]) -> None:
         delay = FIRST_DELAY_SECONDS
@@ -251,7 +251,7 @@ class WorldKeeper:
             if time.monotonic() - begun > LONGEST_DELAY_SECONDS:
                 # It did its work: one that broke days ago proves nothing about the next.
                 delay = FIRST_DELAY_SECONDS
-            self._coordinator.world_lost()
+            self._coordinator.encoders.lost()
             self._explain(status)
             started = False
             while not started:
@@ -264,12 +264,12 @@ class WorldKeeper:
 
         A start may hang: mpirun's, for one.
         """
-        up = asyncio.create_task(self._coordinator.world_ready())
+        up = asyncio.create_task(self._coordinator.encoders.ready())
         ended = asyncio.create_task(self.encoders.ended())
         try:
             await asyncio.wait({up, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done() and (error := up.exception()) is not None:
-                self._coordinator.end_world(self.encoders.name, str(error))
+                self._coordinator.encoders.end(self.encoders.name, str(error))
             return await ended
         finally:
             up.cancel()
@@ -285,8 +285,8 @@ class WorldKeeper:
 
     def _explain(self, status: int) -> None:
         """Emit why the world ended; of worlds that never were up each cause only once."""
-        why = self._coordinator.world_refused or self.encoders.why_ended(status)
-        if self._coordinator.world_joined:
+        why = self._coordinator.encoders.refused or self.encoders.why_ended(status)
+        if self._coordinator.encoders.joined:
             self._emitted = ""
         text = f"the encoder world ended: {why}; a new one is started"
         self._emit("world_ended", text)

@@ -11,7 +11,6 @@ from contextlib import suppress
 from enum import Enum
 
 from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
-from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.drains import Drains
@@ -19,6 +18,7 @@ from megatron_ft.supervisor.emergency_drain import EmergencyDrain
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.standing import Committed
 
 KEEP_MINUTES = 10.0
 """Time that memory is kept where it could not be drained, and the job's settings say 0."""
@@ -48,12 +48,12 @@ HOW_TO_FREE = (
 )
 
 
-def describe(end: End, committed: tuple[SnapshotId, int, str] | None) -> str:
+def describe(end: End, committed: Committed | None) -> str:
     """The begin of a sentence about this end, and about the snapshot that is left."""
     why = "training has stopped itself before its planned end"
     if end is not End.EARLY:
         why = "training has ended, and nothing says if this was its planned end"
-    return f"{why}: " + ("no snapshot" if committed is None else f"iteration {committed[1]}")
+    return f"{why}: " + ("no snapshot" if committed is None else f"iteration {committed.iteration}")
 
 
 def judge(said: Collection[bool], *, holds: bool, frees: bool) -> End:
@@ -89,7 +89,7 @@ class JobEnding:
         self._spec, self._state, self._coordinator = spec, state, coordinator
         self._members, self._drains, self._emergency = members, drains, emergency
         self._said: dict[str, bool] = {}
-        coordinator.listeners.append(self._note)
+        coordinator.listen(self._note)
 
     def begin_incarnation(self) -> None:
         """Forget the words of earlier ranks."""
@@ -103,7 +103,7 @@ class JobEnding:
         """The end of this incarnation."""
         settings = self._spec.settings
         places = settings.drain_dir is not None or settings.keep_minutes > 0
-        holds = self._coordinator.committed is not None and places
+        holds = self._coordinator.standing.committed is not None and places
         return judge(self._said.values(), holds=holds, frees=self._spec.free_on_exit)
 
     async def carry_out(self, end: End) -> End:
@@ -112,7 +112,7 @@ class JobEnding:
             await self._settle()
             await self._retire("training finished; the memory is free again")
             return end
-        self.text = describe(end, self._coordinator.committed)
+        self.text = describe(end, self._coordinator.standing.committed)
         if await self._on_disk():
             self.text += " is on disk"
             end = End.DRAINED if end is End.UNKNOWN else end
@@ -125,12 +125,13 @@ class JobEnding:
 
     async def _on_disk(self) -> bool:
         """Drain the newest snapshot; False without a drain folder, or if it came to nothing."""
-        coordinator, newest = self._coordinator, self._coordinator.committed
+        standing = self._coordinator.standing
+        newest = standing.committed
         if newest is None or self._spec.settings.drain_dir is None:
             return False
         await self._drains.abandon()
         await self._emergency.without_trainers("training has ended")
-        return coordinator.durable is not None and coordinator.durable[0] >= newest[0]
+        return standing.durable is not None and standing.durable.snapshot >= newest.snapshot
 
     async def _keep(self) -> None:
         """Leave memory to the SMPs, which free it in time; a start after that begins anew."""

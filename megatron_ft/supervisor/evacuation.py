@@ -14,7 +14,6 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from megatron_ft.core.identity import SnapshotId
@@ -49,7 +48,7 @@ POLL_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Standing:
+class Seating:
     """State of a job when an evacuation is asked for.
 
     ``spares`` are the nodes that could take over, ``wanted`` those that shall leave, which no
@@ -116,7 +115,7 @@ def loss_of_move(
 class Evacuations:
     """The evacuations of one job over all its incarnations, one at a time.
 
-    With ``stopping`` none begins any more.  ``standing`` is how many seconds trainers had stayed
+    With ``stopping`` none begins any more.  ``stayed`` is how many seconds trainers had stayed
     at their boundary when the last one ended an incarnation.
     """
 
@@ -133,7 +132,7 @@ class Evacuations:
     ) -> None:
         """``more_nodes`` says with which of the nodes that are there the job could grow,
         ``nodes_without`` with which it could continue without some of those that train."""
-        self.stopping, self.standing = False, 0.0
+        self.stopping, self.stayed = False, 0.0
         self._more_nodes, self._growths, self._grow_after = more_nodes, 0, 0.0
         self._nodes_without = nodes_without
         self._launcher, self._coordinator, self._members = launcher, coordinator, members
@@ -142,7 +141,11 @@ class Evacuations:
         self._moving: tuple[m.Evacuate, int] | None = None
         """The request under way, and the node's position."""
         for node in members.evacuated:
-            coordinator.moves[node] = {"state": "moved", "text": f"{node} is evacuated"}
+            coordinator.note_move(node, state="moved", text=f"{node} is evacuated")
+
+    def stop(self) -> None:
+        """Begin none any more: the job stops."""
+        self.stopping = True
 
     async def until_due(self) -> Failure:
         """Answer requests; returns when this incarnation must end so that a spare takes over."""
@@ -152,8 +155,8 @@ class Evacuations:
                 if await self._grow():
                     return Failure("nodes are back", asked=True)
                 continue
-            node, standing = request.node, self._standing(request.node)
-            reason = standing.against(node)
+            node, seating = request.node, self._seating(request.node)
+            reason = seating.against(node)
             if request.undo:
                 self._undo(request)
                 continue
@@ -162,11 +165,11 @@ class Evacuations:
             moves = not reason and node in self._members.active
             if moves:
                 self._note(request, "moving", f"{node} is being evacuated ({request.reason})")
-                if standing.free:
+                if seating.free:
                     await self._world.prepare(self._members.active_without(node))
                 reason = await self._capture()
-                standing = self._standing(node)
-                reason = reason or standing.against(node)
+                seating = self._seating(node)
+                reason = reason or seating.against(node)
             if reason:
                 self._coordinator.permit_again()
                 self._world.drop_prepared()
@@ -175,8 +178,8 @@ class Evacuations:
             self._members.evacuate(node)
             if moves:
                 self._moving = request, self._members.active.index(node)
-                if not standing.free:
-                    self._continue_on("shrunk", f"{node} leaves", list(standing.fewer))
+                if not seating.free:
+                    self._continue_on("shrunk", f"{node} leaves", list(seating.fewer))
                 return Failure(f"{node} is evacuated", asked=True)
             self._note(request, "moved", f"{node} had no ranks; it is no spare any more")
 
@@ -202,10 +205,7 @@ class Evacuations:
         """The oldest request, None if the job could grow; the scheduler tells nobody."""
         coordinator = self._coordinator
         while not coordinator.evacuations:
-            coordinator.evacuation_asked.clear()
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(coordinator.evacuation_asked.wait(), POLL_SECONDS)
-            if not coordinator.evacuations:
+            if not await coordinator.until_evacuation(POLL_SECONDS):
                 await self._look()
             larger = await asyncio.to_thread(self._larger)
             if larger and not coordinator.evacuations:
@@ -225,11 +225,11 @@ class Evacuations:
             self._coordinator.ask_evacuation(m.Evacuate(node, uuid.uuid4().hex, reason[:256]))
         self._drained = set(leaving)
 
-    def _standing(self, node: str) -> Standing:
+    def _seating(self, node: str) -> Seating:
         requests = self._coordinator.evacuations.values()
         wanted = self._members.leaving | {r.node for r in requests if not r.undo}
         fewer, not_fewer = self._nodes_without(wanted | {node})
-        return Standing(
+        return Seating(
             active=self._members.active,
             others=self._launcher.nodes(),
             spares=self._members.free_spares(),
@@ -265,10 +265,10 @@ class Evacuations:
 
     def _larger(self) -> list[str]:
         """The nodes with which the job could grow now; empty if it cannot, or shall not yet."""
-        coordinator = self._coordinator
-        if coordinator.paused or self.stopping or time.monotonic() < self._grow_after:
+        standing = self._coordinator.standing
+        if self._coordinator.paused or self.stopping or time.monotonic() < self._grow_after:
             return []
-        if (coordinator.protected if self._redundant else coordinator.committed) is None:
+        if (standing.protected if self._redundant else standing.committed) is None:
             return []
         return self._more_nodes(self._reachable())
 
@@ -280,7 +280,7 @@ class Evacuations:
         coordinator, reason = self._coordinator, ""
         for attempt in range(TRIES):
             coordinator.permit_again()
-            usual = coordinator.watched.get("iteration_seconds", 0.0)
+            usual = coordinator.pulses.iteration_seconds
             ahead = boundaries_ahead(AHEAD_SECONDS * 2**attempt, usual)
             capture = coordinator.capture_and_stop(ahead, STAY_SECONDS)
             try:
@@ -294,14 +294,14 @@ class Evacuations:
             survives = None if safe is None else safe.snapshot
             reason = loss_of_move(ended, reached, survives, self._redundant)
             if not reason:
-                self._note_standing()
+                self._note_stay()
                 return ""
         return reason
 
-    def _note_standing(self) -> None:
+    def _note_stay(self) -> None:
         ranks, now = self._members.ranks, time.monotonic()
         heard = self._coordinator.pulses.fresh(ranks, STAY_SECONDS)
-        self.standing = min((one.idle(now) for one in heard), default=0.0)
+        self.stayed = min((one.idle(now) for one in heard), default=0.0)
 
     def _undo(self, request: m.Evacuate) -> None:
         node = request.node
@@ -318,8 +318,8 @@ class Evacuations:
         """Emit what became of a request, and have the command that made it know."""
         coordinator = self._coordinator
         if state != "moving":
-            coordinator.evacuations.pop(request.number, None)
-        coordinator.moves[request.node] = {"number": request.number, "state": state, "text": text}
+            coordinator.answer_evacuation(request.number)
+        coordinator.note_move(request.node, number=request.number, state=state, text=text)
         kind = {"moving": "evacuating", "moved": "evacuated", "refused": "not_evacuated"}
         end = "; training continues" if state == "refused" else ""
         coordinator.observers.emit(kind.get(state, state), text + end, node=request.node)

@@ -55,7 +55,7 @@ class EventLog:
     def follow(self, coordinator: Coordinator) -> None:
         """Record the events of a job from now on."""
         self._incarnation = lambda: coordinator.incarnation
-        coordinator.observers.add(self.record)
+        coordinator.observers.subscribe(self.record)
 
     def record(self, event: JobEvent) -> None:
         """Record one event; a failure is logged once."""

@@ -133,7 +133,7 @@ class Observers:
     def __init__(self) -> None:
         self._observers: list[Observer] = []
 
-    def add(self, observer: Observer) -> None:
+    def subscribe(self, observer: Observer) -> None:
         """Have ``observer`` get every event from now on."""
         self._observers.append(observer)
 

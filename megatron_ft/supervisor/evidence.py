@@ -91,8 +91,8 @@ class EvidenceKeeper:
         self._hang: JobEvent | None = None
         self._started = False
         self._versions: dict[str, str] = {}
-        coordinator.observers.add(self._note)
-        coordinator.listeners.append(self._note_versions)
+        coordinator.observers.subscribe(self._note)
+        coordinator.listen(self._note_versions)
 
     def _note(self, event: JobEvent) -> None:
         self._events.append(event)

@@ -92,7 +92,7 @@ def _by_node(stripes: Iterable[StripeNodes]) -> dict[str, list[StripeNodes]]:
     return found
 
 
-class _Standing:
+class _Serving:
     """One snapshot: which stripes serve it as it stands, and after a loss."""
 
     def __init__(
@@ -135,12 +135,12 @@ class Judge:
         bad: Sequence[Collection[str]],
     ) -> None:
         self._map = stripe_map
-        self._standings = [_Standing(stripe_map, *one) for one in zip(holders, bad, strict=True)]
+        self._serving = [_Serving(stripe_map, *one) for one in zip(holders, bad, strict=True)]
         self._pairs: dict[int, list[Pairs]] = {}
 
     def serving(self, lost: Collection[str]) -> Iterator[int]:
         """The numbers of the snapshots that memory could serve without these nodes."""
-        return (i for i, one in enumerate(self._standings) if one.serves(lost))
+        return (i for i, one in enumerate(self._serving) if one.serves(lost))
 
     @cached_property
     def singles(self) -> dict[str, tuple[int, ...]]:

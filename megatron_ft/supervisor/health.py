@@ -206,7 +206,7 @@ class Health:
             text += "; it is not used any more (`megatron-ft evacuate --undo` gives it back)"
             text += self._advice(node, reason)
             members.exclude(node, last_resort=last_resort)
-            self._coordinator.moves[node] = {"state": "moved", "text": reason}
+            self._coordinator.note_move(node, state="moved", text=reason)
         return text
 
     def _advice(self, node: str, reason: str) -> str:

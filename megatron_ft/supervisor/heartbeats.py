@@ -73,6 +73,11 @@ class Heartbeats:
         """The newest reports, by rank; those of ranks that have ended are as of their end."""
         return sorted(list(self._heard.values()), key=lambda heard: heard.report.rank)
 
+    @property
+    def iteration_seconds(self) -> float:
+        """The usual length of an iteration of the slowest rank, 0 while nobody knows."""
+        return max((one.report.typical for one in self.all()), default=0.0)
+
     def fresh(self, ranks: int, age: float) -> list[RankReport]:
         """Reports of all ranks, by rank, if none is older than ``age`` s; else an empty list.
 

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megatron_ft.core.environment import RESTORE
@@ -91,9 +92,7 @@ class Incarnation:
         """None when training has finished; errors of nodes and of memory are raised."""
         plan = self.plan
         listeners = [self.registration.on_event, self._on_restartable, self._on_declined]
-        listeners.append(self.renewal.on_event)
-        self.coordinator.listeners += listeners
-        try:
+        with self.coordinator.listening(*listeners, self.renewal.on_event):
             if (self._encodes() or plan.reshaped) and not self.world.wanted:
                 self.world.start(plan.nodes)
             behind = self.reached if self.reached > plan.decision.iteration else -1
@@ -102,9 +101,6 @@ class Incarnation:
             restored = self.quarantine.source(plan.decision)
             await self._start_trainers({RESTORE: restored})
             return await self._watch(asyncio.create_task(self._begin_snapshots()))
-        finally:
-            for listener in listeners:
-                self.coordinator.listeners.remove(listener)
 
     async def _start_trainers(self, extra: Mapping[str, str]) -> None:
         """Let survivors train again, and start the other ranks."""
@@ -156,8 +152,10 @@ class Incarnation:
         schedule = self.pacing.begin(registration.interval, first)
         self._emit("training", "training", iteration=first)
         orders = stripe_orders(stripes, places, plan.active)
-        self.renewal.stripes = stripes
-        self.coordinator.start_snapshots(SnapshotCycle(plan.incarnation, places, orders, schedule))
+        self.renewal.begin(stripes)
+        judge = partial(self.coordinator.replicas.judge, places)
+        cycle = SnapshotCycle(plan.incarnation, places, orders, schedule, judge)
+        self.coordinator.start_snapshots(cycle)
         self.drains.begin(places, registration.placements(), plan.lineage, first)
         await self._share_imports(nodes[0])
 
@@ -220,7 +218,7 @@ class Incarnation:
                 if rewind.done():
                     return Failure(self.quarantine.rewind(), asked=True)
                 if move.done():
-                    self.watch.clock.detected(self.evacuations.standing)
+                    self.watch.clock.detected(self.evacuations.stayed)
                     return move.result()
                 if missing.done():
                     return missing.result()
@@ -272,13 +270,11 @@ class Incarnation:
         """
         coordinator = self.coordinator
         await asyncio.wait({beginning})
-        coordinator.missing.clear()  # of earlier incarnations: this one has made new arenas
+        coordinator.forget_missing()  # of earlier incarnations: this one has made new arenas
         while True:
             await coordinator.arena_missing.wait()
             reached = max(coordinator.progress.values(), default=-1)
-            await asyncio.sleep(coordinator.timing.node_timeout)
-            await coordinator.refresh()
-            coordinator.arena_missing.clear()
+            await coordinator.settle_missing()
             serves, cycle = coordinator.fallbacks().crash, coordinator.cycle
             most = 0 if cycle is None else MOST_INTERVALS * cycle.schedule.spacing
             found = "nothing" if serves is None else f"only iteration {serves.iteration}"
@@ -295,9 +291,9 @@ class Incarnation:
         """The failure of replicas that differ; what may have gone wrong with them is given up."""
         coordinator = self.coordinator
         await coordinator.refresh()
-        on_nodes = [coordinator.held.get(node, ()) for node in self.plan.active]
+        on_nodes = [coordinator.standing.held.get(node, ()) for node in self.plan.active]
         held = set.intersection(*({(s, i) for s, i, _ in one} for one in on_nodes))
-        known = (coordinator.committed, coordinator.durable)
+        known = (coordinator.standing.committed, coordinator.standing.durable)
         before, failure = coordinator.replicas.undo(held | {one[:2] for one in known if one})
         self.quarantine.give_up(before)
         return failure
@@ -341,7 +337,7 @@ class Incarnation:
 
     def _on_restartable(self, event: m.NodeEvent) -> None:
         if isinstance(event.body, m.Restartable):
-            self.trainers.restartable.add(event.body.rank)
+            self.trainers.can_restart(event.body.rank)
 
     def _on_late_ranks(self, text: str) -> None:
         """Emit once that ranks may train without any protection."""
@@ -352,7 +348,8 @@ class Incarnation:
         body = event.body
         if not isinstance(body, m.Declined) or self.declined:
             return
-        self.declined, self.coordinator.resumed_from = True, body.iteration
+        self.declined = True
+        self.coordinator.standing.resumes(body.iteration)
         offered, found = self.plan.decision.iteration, body.iteration
         source = "scratch" if found < 0 else f"the framework's checkpoint of iteration {found}"
         lost = max(0, self.reached - max(0, found))

@@ -76,7 +76,6 @@ class Membership:
         self.active: list[str] = list(state.record.active) or first_active(spec, launcher.nodes())
         self._spec, self._launcher, self._state = spec, launcher, state
         self._coordinator = coordinator
-        coordinator.free_spares = self.free_spares
         # When a node that was given up was last heard of.  The supervisor before this one may have
         # renewed the lease of others until this one began.
         self._began, self._heard = time.monotonic(), dict[str, float]()
@@ -400,9 +399,7 @@ class Membership:
         StaleIncarnationError when somebody else leads the job.
         """
         coordinator = self._coordinator
-        coordinator.silent.clear()
-        error, coordinator.failure = coordinator.failure, None
-        if error is not None:
+        if (error := coordinator.take_failure()) is not None:
             log.error("the coordinator failed", exc_info=error)
             text = f"the coordinator failed: {error!r}"
             self._emit("coordinator_failed", text, "")
@@ -424,7 +421,7 @@ class Membership:
         """Nodes whose SMP runs, started where it does not; their links are connected."""
         nodes = self._launcher.nodes()
         there = await asyncio.gather(*(self._connect(node) for node in nodes))
-        self._coordinator.silent.clear()
+        self._coordinator.forget_silence()
         quiet = await self._quiet(self._heard)
         return [n for n in itertools.compress(nodes, there) if n not in quiet]
 

@@ -51,7 +51,7 @@ class Notifier:
         self._waiting: Queue[tuple[str, bytes] | None] = Queue(_MOST_WAITING)
         self._thread = threading.Thread(target=self._work, name="megatron-ft-notify", daemon=True)
         self._thread.start()
-        coordinator.observers.add(self._notice)
+        coordinator.observers.subscribe(self._notice)
 
     def _notice(self, event: JobEvent) -> None:
         if event.kind not in self._kinds:

@@ -254,15 +254,15 @@ class TrainerExit:
 class TrainerFleet:
     """All trainer ranks of one incarnation of the job.
 
-    ``restartable`` are the ranks that have announced that they can restart in process, ``exits``
-    those that have ended by themselves, in the order in which that was seen, with exit status
-    and monotonic time.  ``log_starts`` gives where this incarnation begins in the logs.
+    ``exits`` are the ranks that have ended by themselves, in the order in which that was seen,
+    with exit status and monotonic time.  ``log_starts`` gives where this incarnation begins in
+    the logs.
     """
 
     def __init__(self, launcher: Launcher, spec: JobSpec) -> None:
         self._launcher, self._spec = launcher, spec
         self._handles: list[ProcessHandle] = []
-        self.restartable = set[int]()
+        self._restartable = set[int]()
         self.exits: dict[int, tuple[int, float]] = {}
         self.log_starts: dict[Path, int] = {}
         self.why_cold = "--warm-start is off"
@@ -270,10 +270,14 @@ class TrainerFleet:
             self.why_cold = why_cold(spec.command, spec.trainer_per_node)
         self._hosts = TrainerHosts(launcher, spec.command, spec.log_dir)
 
+    def can_restart(self, rank: int) -> None:
+        """Note that a rank has announced that it can restart in its process."""
+        self._restartable.add(rank)
+
     def survivors(self) -> dict[str, list[int]]:
         """Ranks that run and can restart in process, by node."""
         found: dict[str, list[int]] = {}
-        for rank in sorted(self.restartable):
+        for rank in sorted(self._restartable):
             if self._handles[rank].alive():
                 found.setdefault(self._handles[rank].node, []).append(rank)
         return found
@@ -294,7 +298,7 @@ class TrainerFleet:
         base = before_script({**given, INCARNATION: str(incarnation)})
         master = self._launcher.address(active[0])
         before, self._handles, self.exits = self._handles, [], {}
-        self.restartable &= set(kept)
+        self._restartable &= set(kept)
         again: dict[str, dict[int, dict[str, str]]] = {}
         if not self.why_cold:
             there = [node for node in self._launcher.nodes() if self._launcher.reachable(node)]

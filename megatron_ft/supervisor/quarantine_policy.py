@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megatron_ft.checkpoint.decide import Decision, Quarantine
 from megatron_ft.checkpoint.native import iteration_of, naming, newest_iteration
 from megatron_ft.core.errors import ControlPlaneError, StaleIncarnationError
-from megatron_ft.core.identity import Ancestor, SnapshotId, on_lineage
+from megatron_ft.core.identity import Ancestor, on_lineage
 from megatron_ft.core.process_tools import in_thread
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.coordinator import Coordinator
@@ -46,22 +46,16 @@ class QuarantinePolicy:
         self._start: Decision | None = None
         self._over_own = False
         self._restored: set[str] = set()
-        coordinator.listeners.append(self._on_event)
+        coordinator.listen(self._on_event)
 
     @property
     def quarantine(self) -> Quarantine:
         """The quarantine as it stands in the job's notes."""
         return self._state.record.quarantine
 
-    @property
-    def damaged(self) -> set[tuple[str, SnapshotId]]:
-        """Shards that count as lost in these snapshots."""
-        return self._coordinator.damage.lost
-
     def admitted(self) -> None:
         """Drop the events of the last incarnation: all nodes are in a new one."""
-        self._coordinator.rewind_asked.clear()
-        self._coordinator.progress.clear()
+        self._coordinator.forget_progress()
         self._restored.clear()
 
     async def begin(self, decision: Decision, lineage: tuple[Ancestor, ...], ranks: int) -> None:
@@ -71,10 +65,10 @@ class QuarantinePolicy:
         """
         self._start, self._ranks = decision, ranks
         self._state.update(quarantine=await self._begun_from(decision))
-        durable = self._coordinator.durable
-        if durable is not None and not on_lineage(durable[0], lineage):
+        standing = self._coordinator.standing
+        if standing.durable and not on_lineage(standing.durable.snapshot, lineage):
             # On disk there is only what was given up.
-            self._coordinator.durable = None
+            standing.gives_up_checkpoint()
 
     def source(self, decision: Decision) -> str:
         """The word by which trainers know where their state is to come from."""
@@ -134,8 +128,9 @@ class QuarantinePolicy:
 
     def rebuild_failed(self, corrupt: str) -> None:
         """A rebuild of the snapshot being restored found a shard (or none: "") corrupt."""
-        if corrupt and self._coordinator.restoring is not None:
-            self.damaged.add((corrupt, self._coordinator.restoring))
+        standing = self._coordinator.standing
+        if corrupt and standing.restoring is not None:
+            standing.damage.lose(corrupt, standing.restoring)
 
     def rewind(self) -> str:
         """Carry out the user's request; the reason why this incarnation ends, for people."""
@@ -172,11 +167,11 @@ class QuarantinePolicy:
         if isinstance(body, m.Restored):
             self._restored.add(body.shard_id)
         elif isinstance(body, m.CorruptShard):
-            self.damaged.add((body.shard_id, body.snapshot))
+            self._coordinator.standing.damage.lose(body.shard_id, body.snapshot)
             text = f"{body.blocks} blocks of {body.shard_id} fail their digests; the shard counts "
             self._coordinator.observers.emit("corrupt", text + "as lost")
         elif isinstance(body, m.Rebuilt):
-            self.damaged.discard((body.shard_id, body.snapshot))
+            self._coordinator.standing.damage.mend(body.shard_id, body.snapshot)
 
     def _remember(self, quarantine: Quarantine) -> None:
         """Put a quarantine in force; if its note fails, until this supervisor ends."""

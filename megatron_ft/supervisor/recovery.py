@@ -104,7 +104,7 @@ class Recovery:
         return decide(
             self._members.owned(admitted),
             shard_count=len(self._state.record.shards) or None,
-            corrupt=self._quarantine.damaged,
+            corrupt=self._coordinator.standing.damage.lost,
             quarantine=self._quarantine.quarantine,
             lineage=self._state.record.lineage,
         )
@@ -114,7 +114,7 @@ class Recovery:
         return decide(
             self._members.owned_sources(admitted),
             shard_count=len(self._state.record.sources),
-            corrupt=self._quarantine.damaged,
+            corrupt=self._coordinator.standing.damage.lost,
             quarantine=self._quarantine.quarantine,
             lineage=self._state.record.lineage,
         )
@@ -193,25 +193,25 @@ class Recovery:
         self, memory: Decision, choice: Choice
     ) -> tuple[Decision, DiskSource | None, tuple[Ancestor, ...]]:
         """The decision, the checkpoint of which shards are loaded, and the new lineage."""
-        taken, coordinator = choice.taken, self._coordinator
+        taken, standing = choice.taken, self._coordinator.standing
         if choice.kept is not None:
             # It may be of an earlier supervisor.
             manifest = choice.kept.manifest
-            coordinator.durable = (manifest.snapshot, manifest.iteration)
+            standing.drains(manifest.snapshot, manifest.iteration)
         if taken is not None:
-            damaged = self._quarantine.damaged
+            damaged = self._coordinator.standing.damage.lost
             members = self._members
             decision, source = self._disk.decision(
                 taken, memory, members.active, members.scheme, damaged
             )
             older = lineage_before(taken, self._state.record)
             self._state.update(shards=taken.seats)
-            coordinator.durable = (taken.manifest.snapshot, decision.iteration)
-            return decision, source, extend(older, coordinator.incarnation, decision.snapshot)
+            standing.drains(taken.manifest.snapshot, decision.iteration)
+            return decision, source, extend(older, self._coordinator.incarnation, decision.snapshot)
         if memory.snapshot is None:
             if self._state.record.committed:
                 self._accept_loss("; ".join([memory.explanation, *choice.reasons]))
-            coordinator.committed = coordinator.protected = None
+            standing.loses_memory()
             self._state.update(committed=False, shards={})
         return memory, None, self.lineage(memory)
 
@@ -266,7 +266,7 @@ class Recovery:
 
     async def _carry_out(self, plan: RestorePlan, admitted: Sequence[str]) -> None:
         coordinator, snapshot = self._coordinator, plan.decision.snapshot
-        coordinator.restoring = snapshot
+        coordinator.standing.restores(snapshot)
         await coordinator.ask_all({node: plan.adoption(node) for node in admitted})
         if plan.sources == "return" and not plan.reshaped:
             self._members.returned()
@@ -277,12 +277,12 @@ class Recovery:
             commit = m.Commit(plan.incarnation, snapshot, level)
             reach("recovery.committing")
             await coordinator.ask_all({node: commit for node in plan.nodes})
-            coordinator.record_commit(snapshot, plan.decision.iteration, level)
+            coordinator.standing.commits(snapshot, plan.decision.iteration, level)
         ready = m.RestoreReady(
             plan.incarnation, snapshot, plan.origins(), plan.reshaped, plan.decision.iteration
         )
         await coordinator.ask_all({node: ready for node in plan.active})
-        coordinator.resumed_from = plan.decision.iteration if snapshot is not None else -1
+        coordinator.standing.resumes(plan.decision.iteration if snapshot is not None else -1)
         if snapshot is not None:
             reach("recovery.ready")
 
@@ -292,7 +292,7 @@ class Recovery:
         if plan.decision.lost:
             await make_targets(coordinator, plan, plan.lost())
             self._world.start(plan.nodes)
-            await coordinator.world_ready()
+            await coordinator.encoders.ready()
             await rebuild(coordinator, plan, snapshot)
         if disk is not None:
             await make_targets(coordinator, plan, disk.shards)

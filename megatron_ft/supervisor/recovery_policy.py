@@ -54,6 +54,10 @@ class NoSparePolicy:
         self._coordinator, self._quarantine, self._hosts = coordinator, quarantine, hosts
         self._unasked, self._began = isinstance(hosts, ReturningHosts), time.monotonic()
 
+    def recovered(self) -> None:
+        """Note that the job has what it needs to train."""
+        self.in_vain = False
+
     def again(self) -> bool:
         """Note that no host has come; whether another way is to be chosen then."""
         self.in_vain = self.way == HOLD
@@ -118,8 +122,8 @@ class NoSparePolicy:
         }
         if not settings.queue_seconds:
             refused[cost.REQUEUE] = "nothing starts it again"
-        committed = self._coordinator.committed
-        again = 0 if drains or committed is None else max(0, committed[1] - saved)
+        committed = self._coordinator.standing.committed
+        again = 0 if drains or committed is None else max(0, committed.iteration - saved)
         return cost.Figures(
             nodes=len(self._members.active),
             lost=lost,
@@ -128,7 +132,7 @@ class NoSparePolicy:
             seconds={name: one.seconds for name, one in estimates.items()},
             grows=settings.grow != "off" and self._unasked,
             hold_limit=0.0 if hosts is None else hosts.seconds,
-            redone=again * self._coordinator.watched.get("iteration_seconds", 0.0),
+            redone=again * self._coordinator.pulses.iteration_seconds,
             refused=refused,
         )
 

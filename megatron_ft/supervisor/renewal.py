@@ -29,6 +29,7 @@ from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.orders import create_requests, shards_by_node, stripe_orders
 from megatron_ft.supervisor.registration import Registration
 from megatron_ft.supervisor.restore import RestorePlan, make_arenas
+from megatron_ft.supervisor.standing import Committed
 
 LOOK_SECONDS = 0.05
 """Interval of looks whether the snapshot under way has ended."""
@@ -52,8 +53,12 @@ class ArenaRenewal:
     _asked: asyncio.Event = field(default_factory=asyncio.Event)
     _away: set[str] = field(default_factory=set)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    _renewed_at: tuple[SnapshotId, int, str] | None = None
+    _renewed_at: Committed | None = None
     _told: str = ""
+
+    def begin(self, stripes: tuple[StripeState, ...]) -> None:
+        """Snapshots are about to be permitted, into arenas of these stripes."""
+        self.stripes = stripes
 
     def on_event(self, event: m.NodeEvent) -> None:
         """Note what ranks ask for, and which have gone into their new arenas."""
@@ -90,7 +95,7 @@ class ArenaRenewal:
 
         A rank asks again with each snapshot that is given up for want of room.
         """
-        since = self.coordinator.committed != self._renewed_at
+        since = self.coordinator.standing.committed != self._renewed_at
         return not (self.state.record.sources and since)
 
     async def _renew(self, cycle: SnapshotCycle, stripes: tuple[StripeState, ...]) -> None:
@@ -120,7 +125,7 @@ class ArenaRenewal:
 
     def _keep(self) -> tuple[SnapshotId, ...]:
         """The snapshots that a crash of trainers, and the loss of a node, would fall back to."""
-        known = (self.coordinator.committed, self.coordinator.protected)
+        known = (self.coordinator.standing.committed, self.coordinator.standing.protected)
         return tuple({one[0] for one in known if one is not None})
 
     async def _ask(self, requests: Mapping[str, m.Message]) -> None:
@@ -154,7 +159,7 @@ class ArenaRenewal:
 
     def _note(self, stripes: tuple[StripeState, ...], cycle: SnapshotCycle) -> None:
         """Have everything that is planned from here on be of the new arenas."""
-        self.stripes, self._renewed_at = stripes, self.coordinator.committed
+        self.stripes, self._renewed_at = stripes, self.coordinator.standing.committed
         layouts = self.registration.layouts
         for shard, size in self._wanted.items():
             layouts[shard] = msgspec.structs.replace(layouts[shard], required_bytes=size)
@@ -165,8 +170,8 @@ class ArenaRenewal:
 
     async def _return(self, cycle: SnapshotCycle) -> None:
         """Make the sources arenas again."""
-        plan, committed = self.plan, self.coordinator.committed
-        newest = None if committed is None else committed[0]
+        plan, committed = self.plan, self.coordinator.standing.committed
+        newest = None if committed is None else committed.snapshot
         kept = shards_by_node(cycle.places, cycle.places)
         await self._ask(
             {

@@ -127,7 +127,7 @@ async def rebuild(coordinator: Coordinator, plan: RestorePlan, snapshot: Snapsho
     iteration = plan.decision.iteration
     requests = {
         node: m.Rebuild(
-            plan.incarnation, snapshot, iteration, coordinator.world, parts.get(node, ())
+            plan.incarnation, snapshot, iteration, coordinator.encoders.name, parts.get(node, ())
         )
         for node in plan.nodes
     }
@@ -166,7 +166,7 @@ async def shards_made(
     def on_event(event: m.NodeEvent) -> None:
         body = event.body
         # Late events of the encoders before these say nothing of them.
-        world = coordinator.world
+        world = coordinator.encoders.name
         if isinstance(body, m.Rebuilt | m.Reshaped) and body.record.snapshot == snapshot:
             missing.discard(body.record.shard_id)
             reports.append(body)
@@ -181,14 +181,12 @@ async def shards_made(
             # Unless an encoder's own account of the error comes first.
             asyncio.get_running_loop().call_later(1.0, fail, RebuildError(reason))
 
-    coordinator.listeners.append(on_event)
     try:
-        await coordinator.ask_all(requests)
-        await asyncio.wait_for(done, REBUILD_TIMEOUT_SECONDS)
+        with coordinator.listening(on_event):
+            await coordinator.ask_all(requests)
+            await asyncio.wait_for(done, REBUILD_TIMEOUT_SECONDS)
     except asyncio.TimeoutError as error:
         raise RebuildError(f"no end of the {work} of {', '.join(sorted(missing))}") from error
-    finally:
-        coordinator.listeners.remove(on_event)
     return reports
 
 
@@ -215,19 +213,21 @@ async def reshape(coordinator: Coordinator, plan: RestorePlan, places: Mapping[s
     RebuildError if an encoder fails; LayoutMismatchError if the snapshot does not hold what the
     new layout needs: it is of another model.
     """
-    await coordinator.world_ready()
+    await coordinator.encoders.ready()
     source, iteration = plan.decision.snapshot, plan.decision.iteration
     assert source is not None, "there is something to reshape"
     # Before the first one that is captured; see SnapshotCycle.
     snapshot, started = SnapshotId(plan.incarnation, 0), time.monotonic()
     ranks = {shard: plan.nodes.index(node) for shard, node in plan.places.items()}
-    request = m.Reshape(plan.incarnation, snapshot, iteration, coordinator.world, source, ranks)
+    request = m.Reshape(
+        plan.incarnation, snapshot, iteration, coordinator.encoders.name, source, ranks
+    )
     requests: dict[str, m.Message] = {node: request for node in plan.nodes}
     reports = await shards_made(coordinator, requests, snapshot, places, "reshape")
     reach("reshape.filled")
     commit = m.Commit(plan.incarnation, snapshot, "local")
     await coordinator.ask_all({node: commit for node in plan.active})
-    coordinator.record_commit(snapshot, iteration, "local")
+    coordinator.standing.commits(snapshot, iteration, "local")
     made = [report for report in reports if isinstance(report, m.Reshaped)]
     needed = sum(report.bytes_needed for report in made)
     received = sum(report.bytes_received for report in made)

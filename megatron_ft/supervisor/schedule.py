@@ -236,7 +236,7 @@ class Pacing:
         self._failures = self._emitted = 0
         self._schedule: Schedule | None = None
         self._late = False
-        observers.add(self._on_job_event)
+        observers.subscribe(self._on_job_event)
 
     def begin(self, interval: int, first: int) -> Schedule:
         """The schedule of an incarnation that starts from iteration ``first``.

@@ -134,7 +134,7 @@ class Supervisor:
             3600 * spec.settings.expected_mtbf_hours,
             self.observers,
         )
-        self.coordinator.listeners.append(self._pacing.on_event)
+        self.coordinator.listen(self._pacing.on_event)
         redundant = bool(spec.scheme.parity_members)
         self.evacuations = Evacuations(
             launcher,
@@ -153,7 +153,10 @@ class Supervisor:
         self.ending = JobEnding(
             spec, state, self.coordinator, self.members, self.drains, self._emergency
         )
-        self.observers.add(self._note_commit)
+        self.observers.subscribe(self._note_commit)
+        self.coordinator.show("nodes", lambda: {"spares": sorted(self.members.free_spares())})
+        self.coordinator.show("state", lambda: {"watch": self._watch.report})
+        self.coordinator.show("state", self.drains.report)
         self._reached, self._budget = -1, spec.budget
         self._ended = self._away_since = 0.0
 
@@ -313,7 +316,7 @@ class Supervisor:
                 return Failure("fewer nodes train", asked=True)
             await self._emergency.run(error.admitted)
             raise
-        self._policy.in_vain = False
+        self._policy.recovered()
         self.evacuations.restored(plan, self._reached)
         incarnation = Incarnation(
             plan=plan,
@@ -386,8 +389,8 @@ class Supervisor:
             failure = Failure(failure.text, NODE_LOST, quiet[0])
         if failure.training and not failure.final and await self._quarantine.training_failed():
             self._budget = self._budget.from_other_start()
-        committed = self.coordinator.committed
-        iteration = -1 if committed is None else committed[1]
+        committed = self.coordinator.standing.committed
+        iteration = -1 if committed is None else committed.iteration
         saved = await self._quarantine.newest_saved()
         self._budget = self._budget.after(failure, iteration, saved=saved)
         self.health.failed(failure)
@@ -465,7 +468,7 @@ class Stop:
         else:
             self._asked = now
             self.code = EXIT_NOT_DRAINED
-            self._supervisor.evacuations.stopping = True
+            self._supervisor.evacuations.stop()
             self._drain = asyncio.ensure_future(self._drain_first())
 
     async def _drain_first(self) -> None:

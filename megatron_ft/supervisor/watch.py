@@ -100,6 +100,8 @@ class JobWatch:
         self._recovery: dict[str, Any] | None = None
         self._source, self._restarts = "", dict[str, float]()
         self._stragglers = Stragglers()
+        self.report: dict[str, Any] = {}
+        """What the job's summary shows of restarts, hangs and slow ranks."""
 
     def begin_incarnation(self, ranks: int, decided: float, behind: int, source: str) -> None:
         """Begin to watch ``ranks`` trainers, which are about to be started.
@@ -158,11 +160,11 @@ class JobWatch:
             named = {"rank": slow.rank, "node": slow.node, "iterations": slow.iterations}
             factor = round(slow.factor, 3)
             coordinator.observers.emit("straggler", str(slow), **named, factor=factor)
-        coordinator.watched = {
+        self.report = {
             "hang_timeout": round(learned_timeout(self._longest, self._settings), 3),
             "recovery": self._recovery,
             "restarts": self._restarts,
-            "iteration_seconds": max((one.report.typical for one in heard), default=0.0),
+            "iteration_seconds": coordinator.pulses.iteration_seconds,
             "stragglers": list(map(str, self._stragglers.present.values())),
         }
 

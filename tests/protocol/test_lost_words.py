@@ -46,7 +46,7 @@ class Job:
         self.of = Coordinator(JobKeys.derive(SECRET), Observers(), lambda world: None, timing)
         self.cycle = SnapshotCycle(incarnation, {f"dp{n}": n for n in NAMES}, (), Schedule(1))
         self.sealed: list[str] = []
-        self.of.listeners.append(self._note)
+        self.of.listen(self._note)
 
     def _note(self, event: m.NodeEvent) -> None:
         if isinstance(event.body, m.Sealed):
@@ -150,7 +150,7 @@ def test_words_of_an_smp_that_is_connected_anew_are_those_that_follow(smps: list
             await until(lambda: job.cycle.phase == CyclePhase.IDLE, "commit")
             await job.of.refresh()  # so that it keeps nothing of what it has told
             job.of.connect(node, job.of.links[node].endpoint)
-        assert job.of.committed == (SnapshotId(2, 2), 2, "local")
+        assert job.of.standing.committed == (SnapshotId(2, 2), 2, "local")
         await job.close()
 
     run(story())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.cycle import Action, CyclePhase, Send, SnapshotCycle
+from megatron_ft.supervisor.cycle import Action, CyclePhase, Judge, Send, SnapshotCycle
 from megatron_ft.supervisor.orders import stripe_orders
 from megatron_ft.supervisor.schedule import Schedule
 from tests.protocol.model.memory import record_of
@@ -27,8 +27,9 @@ WORLD = "w7"
 class Driver:
     """A cycle with the messages of its nodes spelled out."""
 
-    def __init__(self, interval: int = 2, *, parity: bool = True) -> None:
-        self.cycle = SnapshotCycle(7, PLACES, ORDERS if parity else (), Schedule(interval))
+    def __init__(self, interval: int = 2, *, parity: bool = True, **given: Judge) -> None:
+        orders = ORDERS if parity else ()
+        self.cycle = SnapshotCycle(7, PLACES, orders, Schedule(interval), **given)
 
     def propose(self, progress: int = 10, world: str = WORLD) -> list[Action]:
         return self.cycle.propose(progress, world)

@@ -283,7 +283,7 @@ class Job:
             hosts = ReturningHosts(self.cluster, self.hold_seconds)
             waits = self.on_no_spare == CHEAPEST
             self.supervisor = Supervisor(self.spec(), self.cluster, state, hosts if waits else None)
-            self.supervisor.observers.add(self._notice)
+            self.supervisor.observers.subscribe(self._notice)
             EventLog(self.folder / EVENTS, self.name).follow(self.supervisor.coordinator)
             tasks = [asyncio.create_task(self._inject(faults)), asyncio.create_task(self._begin())]
             run = asyncio.create_task(self.supervisor.run())
@@ -327,7 +327,7 @@ class Job:
         """Let trainers begin once encoders are up, as imports give them the time elsewhere."""
         parity = self.supervisor.spec.scheme.parity_members
         while True:
-            if self.supervisor.coordinator.usable_world or not parity:
+            if self.supervisor.coordinator.encoders.usable or not parity:
                 self.cluster.gate.touch()
             else:
                 self.cluster.gate.unlink(missing_ok=True)
@@ -343,7 +343,7 @@ class Job:
     def _reached(self, iteration: int) -> bool:
         coordinator = self.supervisor.coordinator
         progress = max(coordinator.progress.values(), default=-1)
-        protected = coordinator.protected or coordinator.committed
+        protected = coordinator.standing.protected or coordinator.standing.committed
         training = coordinator.cycle is not None
         return training and progress >= iteration and protected is not None
 

@@ -45,9 +45,9 @@ class Losses:
         self._have(state)
         self._still(True)
         if state == "damaged":
-            assert coordinator.committed is not None
+            assert coordinator.standing.committed is not None
             shard = self.random.choice(sorted(coordinator.cycle.places))  # type: ignore[union-attr]
-            coordinator.damage.lost.add((shard, coordinator.committed[0]))
+            coordinator.standing.damage.lost.add((shard, coordinator.standing.committed.snapshot))
         said = said_of(lost, self.shown())
         trained, restored = len(of_kind(job, "training")), len(of_kind(job, "restoring"))
         for node in lost:
@@ -61,7 +61,7 @@ class Losses:
         for node in lost:
             job.cluster.revive(node)
         self._still(False)
-        wait_until(job, lambda: coordinator.committed is not None, "for a commit")
+        wait_until(job, lambda: coordinator.standing.committed is not None, "for a commit")
         commits = len(of_kind(job, "committed"))
         wait_for(job, "committed", commits + 2)
 
@@ -109,9 +109,10 @@ class Losses:
 
         def current() -> bool:
             view = status.collect(job.cluster.job_dir.parent, job.name)[job.name]["summary"]
-            report = coordinator.exposure()
+            cycle = coordinator.cycle
+            report = {} if cycle is None else coordinator.standing.exposure(cycle.stripe_map).report
             shown.update(status.exposure(view))
-            parts = () if report is None else report.report.values()
+            parts = report.values()
             return bool(parts) and all(view.get(k) == v for part in parts for k, v in part.items())
 
         wait_until(job, current, "for status to show this")

@@ -90,8 +90,8 @@ def test_a_damaged_snapshot_that_waits_for_parity_is_in_the_way_of_none(
     def strike(job: Job) -> None:
         encoders, coordinator = job.supervisor.world.encoders, job.supervisor.coordinator
         start, encoders.start = encoders.start, _refuse  # type: ignore[method-assign, assignment]
-        world = coordinator.usable_world
-        job._loop.call_soon_threadsafe(coordinator.end_world, world, "the test ends it")
+        world = coordinator.encoders.usable
+        job._loop.call_soon_threadsafe(coordinator.encoders.end, world, "the test ends it")
         wait_until(job, lambda: coordinator.crowded, "for a local snapshot beside a protected one")
         (path,) = arenas(job.cluster.node_dir("n0"))
         with Arena.open(path) as arena:

@@ -211,7 +211,7 @@ def test_a_snapshot_from_which_training_fails_twice_is_not_used_again(
         wrong_from.append(at)
         (folder / "poison").write_text(str(at))
         signal_trainers(job, signal.SIGCONT)
-        wait_until(lambda: job.supervisor.coordinator.committed[1] >= at, job)  # type: ignore[index]
+        wait_until(lambda: job.supervisor.coordinator.standing.committed[1] >= at, job)  # type: ignore[index]
         pause(job, True)
         (folder / "fail").touch()
 
@@ -257,6 +257,6 @@ def test_trainers_that_decline_what_was_announced_are_told_of_once(tmp_path: Pat
         f"trainers do not take the snapshot of iteration {offered}: {REASON}; they start from "
         "scratch; "
     ), job.story()
-    assert job.supervisor.coordinator.resumed_from == -1
+    assert job.supervisor.coordinator.standing.resumed_from == -1
     kinds = job.kinds()
     assert kinds.index("restoring") < kinds.index("declined") < len(kinds) - 1, job.story()

@@ -17,6 +17,7 @@ from megatron_ft.checkpoint.decide import FAILURE_LIMIT, MOST_REJECTED, Decision
 from megatron_ft.checkpoint.native import TRACKER, checkpoint_folder, naming
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.damage import DamagedShards
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.quarantine_policy import (
@@ -24,6 +25,7 @@ from megatron_ft.supervisor.quarantine_policy import (
     memory_goes_first,
     reason_against_own,
 )
+from megatron_ft.supervisor.standing import Standing
 from megatron_ft.trainer.start_choice import DiskStart, RankView, choose_start
 from tests.support.decisions import NEW, OLD, decided, everywhere
 
@@ -149,9 +151,12 @@ class Told:
 
     def __init__(self) -> None:
         self.listeners: list[Any] = []
+        self.listen = self.listeners.append
         self.progress, self.observers = {"n0": 52}, Observers()
-        self.durable: tuple[SnapshotId, int] | None = None
-        self.rewind_asked = asyncio.Event()
+        self.standing = Standing(DamagedShards(self.observers))
+
+    def forget_progress(self) -> None:
+        self.progress.clear()
 
     async def refresh(self) -> None:
         self.progress["n0"] = 52
@@ -292,9 +297,9 @@ def test_a_drain_of_what_was_given_up_is_not_on_disk_for_the_next_incarnation(
     with JobState(tmp_path, "job") as state:
         policy = QuarantinePolicy(state, told, NEAR)  # type: ignore[arg-type]
         for snapshot, kept in ((OLD, True), (NEW, False)):
-            told.durable = (snapshot, 50)
+            told.standing.drains(snapshot, 50)
             asyncio.run(policy.begin(start, lineage, 1))
-            assert (told.durable is not None) is kept
+            assert (told.standing.durable is not None) is kept
 
 
 def test_recovery_rewinds_to_the_newest_before_the_iteration() -> None:

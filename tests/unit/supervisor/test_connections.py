@@ -203,7 +203,7 @@ def test_what_is_told_of_another_incarnation_moves_nothing(incarnation: int) -> 
         coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
         coordinator.incarnation = 2
         heard: list[m.NodeEvent] = []
-        coordinator.listeners.append(heard.append)
+        coordinator.listen(heard.append)
         coordinator.cycle = SnapshotCycle(2, {"dp0": "n0"}, (), Schedule(1))
         coordinator._on_event(m.NodeEvent("n0", incarnation, m.WriterGone("trainer", "dp0", 7)))
         assert bool(coordinator.cycle.propose(1, "")) == (incarnation != 2)
@@ -223,16 +223,16 @@ def test_a_late_report_of_an_old_world_does_not_undo_the_joining_of_the_new_one(
     """Else it would never be up, and its encoders would wait for orders for ever."""
     killed: list[str] = []
     coordinator = Coordinator(KEYS, Observers(), killed.append, Timing())
-    coordinator.expect_world("old", ("n0", "n1"))
+    coordinator.encoders.expect("old", ("n0", "n1"))
     joins(coordinator, "old", "n0", "n1")
-    coordinator.world_lost()
-    coordinator.expect_world("new", ("n0", "n1"))
+    coordinator.encoders.lost()
+    coordinator.encoders.expect("new", ("n0", "n1"))
     joins(coordinator, "new", "n1")
-    coordinator.end_world("old", "the encoder on n1 died")
+    coordinator.encoders.end("old", "the encoder on n1 died")
     joins(coordinator, "new", "n0")
-    assert coordinator.usable_world == "new" and killed == ["old"]
-    coordinator.end_world("new", "the encoder on n1 died")
-    assert coordinator.usable_world == "" and killed == ["old", "new"]
+    assert coordinator.encoders.usable == "new" and killed == ["old"]
+    coordinator.encoders.end("new", "the encoder on n1 died")
+    assert coordinator.encoders.usable == "" and killed == ["old", "new"]
 
 
 STRIPE = m.StripeOrder(0, "xor", 1, 1, 64, 64, ("dp0", "dp1"), (0, 1), {}, {})
@@ -247,8 +247,8 @@ def test_an_evacuation_waits_for_room_and_encoders_and_snapshots_continue(lackin
         coordinator.connect("n0", NOBODY)
         coordinator.incarnation, places = 2, {"dp0": "n0", "dp1": "n1"}
         cycle = SnapshotCycle(2, places, (STRIPE,), Schedule(4, 8))
-        coordinator.record_commit(SnapshotId(1, 3), 8, "local")
-        coordinator.expect_world("world", ("n0", "n1"))
+        coordinator.standing.commits(SnapshotId(1, 3), 8, "local")
+        coordinator.encoders.expect("world", ("n0", "n1"))
         if lacking != "encoders":
             joins(coordinator, "world", "n0", "n1")
         if lacking == "room":

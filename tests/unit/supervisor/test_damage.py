@@ -12,7 +12,7 @@ ONE, TWO = SnapshotId(1, 1), SnapshotId(1, 2)
 
 def told(observers: Observers) -> list[JobEvent]:
     events: list[JobEvent] = []
-    observers.add(events.append)
+    observers.subscribe(events.append)
     return events
 
 

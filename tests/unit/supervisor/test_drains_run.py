@@ -16,10 +16,12 @@ from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import DrainError
 from megatron_ft.core.identity import ShardPlacement, SnapshotId
 from megatron_ft.supervisor import drains as module
+from megatron_ft.supervisor.damage import DamagedShards
 from megatron_ft.supervisor.drains import Drains
 from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.standing import Standing
 from megatron_ft.supervisor.summary import Skips
 
 WAIT = 20.0
@@ -33,9 +35,7 @@ class Coordinator:
     observers: Observers = field(default_factory=Observers)
     timing: Timing = Timing(heartbeat=0.01)
     incarnation: int = 1
-    committed: tuple[SnapshotId, int, str] | None = None
-    durable: tuple[SnapshotId, int] | None = None
-    drain_failures: tuple[int, str] = (0, "")
+    standing: Standing = field(default_factory=lambda: Standing(DamagedShards(Observers())))
     progress: dict[str, int] = field(default_factory=dict)
     skips: Skips = field(default_factory=Skips)
     hanging: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Coordinator:
 
     def commit(self, iteration: int) -> None:
         """A newer snapshot."""
-        self.committed = SnapshotId(1, iteration), iteration, "protected"
+        self.standing.commits(SnapshotId(1, iteration), iteration, "protected")
         self.observers.emit("committed", "")
 
     def kinds(self, kind: str) -> list[JobEvent]:
@@ -110,7 +110,7 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
     coordinator, steps, lost = Coordinator(), Steps(), list[str]()
-    coordinator.observers.add(coordinator.events.append)
+    coordinator.observers.subscribe(coordinator.events.append)
     monkeypatch.setattr(module, "run_step", steps.run)
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.02)
     spec = JobSpec(
@@ -132,7 +132,7 @@ def test_an_urgent_drain_that_fails_is_tried_until_one_is_complete(world: World)
         for count in (1, 2, 3):
             (await world.steps.begun(count)).set_exception(DrainError("no space left"))
         (await world.steps.begun(4)).set_result(None)
-        await until(lambda: world.coordinator.durable is not None, "a complete drain")
+        await until(lambda: world.coordinator.standing.durable is not None, "a complete drain")
         world.coordinator.commit(8)
         await asyncio.sleep(0.1)
         await world.drains.abandon()
@@ -155,7 +155,7 @@ def test_an_urgent_drain_that_is_cut_off_begins_again_with_the_next_incarnation(
         world.begin()
         world.coordinator.commit(9)
         (await world.steps.begun(2)).set_result(None)
-        await until(lambda: world.coordinator.durable is not None, "a complete drain")
+        await until(lambda: world.coordinator.standing.durable is not None, "a complete drain")
         await world.drains.abandon()
 
     asyncio.run(work())

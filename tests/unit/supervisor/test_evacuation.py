@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.supervisor.cycle import SnapshotEnded
-from megatron_ft.supervisor.evacuation import Standing, boundaries_ahead, loss_of_move
+from megatron_ft.supervisor.evacuation import Seating, boundaries_ahead, loss_of_move
 from megatron_ft.supervisor.placement import nodes_to_replace
 
 NAMES = [f"n{i}" for i in range(8)]
@@ -46,22 +46,22 @@ def test_a_node_with_ranks_leaves_only_for_a_spare_that_stays_or_for_fewer(
     node: str,
 ) -> None:
     given = (active, NAMES, spares - set(active), wanted, redundant, paused, stopping, fewer)
-    standing = Standing(*given)
-    reason = standing.against(node)
+    seating = Seating(*given)
+    reason = seating.against(node)
     if node in active and not reason:
         assert redundant and not paused and not stopping
-        assert set(standing.spares) - wanted or fewer
-    if (set(standing.spares) - wanted or fewer) and redundant and not paused and not stopping:
+        assert set(seating.spares) - wanted or fewer
+    if (set(seating.spares) - wanted or fewer) and redundant and not paused and not stopping:
         assert not reason
-    assert "no such node" in standing.against("nobody")
+    assert "no such node" in seating.against("nobody")
 
 
 def test_a_reason_says_which_spare_shall_leave_too() -> None:
-    standing = Standing(["n0"], NAMES, ["n1"], ["n0", "n1"], True, False, False)
-    assert standing.against("n0") == "no spare is left: n1 shall leave, too"
-    assert standing.against("n1") == "", "it has no ranks"
-    assert replace(standing, spares=[]).against("n0") == "no spare is left"
-    alone = replace(standing, spares=[], not_fewer=["2 nodes: TP 4 needs 4 ranks"])
+    seating = Seating(["n0"], NAMES, ["n1"], ["n0", "n1"], True, False, False)
+    assert seating.against("n0") == "no spare is left: n1 shall leave, too"
+    assert seating.against("n1") == "", "it has no ranks"
+    assert replace(seating, spares=[]).against("n0") == "no spare is left"
+    alone = replace(seating, spares=[], not_fewer=["2 nodes: TP 4 needs 4 ranks"])
     assert alone.against("n0") == "no spare is left; not with 2 nodes: TP 4 needs 4 ranks"
 
 

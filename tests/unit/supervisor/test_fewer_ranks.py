@@ -203,7 +203,7 @@ def spec_of(folder: Path, restore_from: Path | None = None, **changes: Any) -> J
 def test_a_job_that_shall_not_shrink_or_cannot_stays_as_it_is(tmp_path: Path) -> None:
     events: list[JobEvent] = []
     observers = Observers()
-    observers.add(events.append)
+    observers.subscribe(events.append)
     left: Any = {"n1": None}
     for policy, rule, shrunk, text in (
         ("stop", RankRule(1, 1, 4), False, ""),

@@ -105,9 +105,11 @@ STRIPES = stripe_orders(
 def training(of: Coordinator, **held: tuple[m.HeldSnapshot, ...]) -> Coordinator:
     """In the middle of training, with what each node has said to hold."""
     of.cycle = SnapshotCycle(1, PLACES, STRIPES, Schedule(10))
-    of.held = dict(held)
-    of.record_commit(OLD, 10, "protected")
-    of.record_commit(NEW, 20, "local")
+    of.show("nodes", lambda: {"spares": []})
+    of.show("state", lambda: {"watch": {}, "drain_failures": 0, "drain_failure": ""})
+    of.standing.held = dict(held)
+    of.standing.commits(OLD, 10, "protected")
+    of.standing.commits(NEW, 20, "local")
     return of
 
 
@@ -120,14 +122,14 @@ def test_the_headline_says_what_each_failure_falls_back_to_now() -> None:
     old, new = m.HeldSnapshot(OLD, 10, True), m.HeldSnapshot(NEW, 20, False)
     of = training(coordinator(), n0=(new, old), n1=(new, old))
     assert "iteration 20 survives a crash, iteration 10 a node loss" in headline(of)
-    of.damage.lost.add(("dp0", OLD))
+    of.standing.damage.lost.add(("dp0", OLD))
     assert "20 survives a crash, nothing in memory survives a node loss (1 sh" in headline(of)
-    of.held["n0"] = (new,)
-    of.damage.lost.clear()
+    of.standing.held["n0"] = (new,)
+    of.standing.damage.lost.clear()
     assert "20 survives a crash, nothing in memory survives a node loss" in headline(of)
-    of.damage.lost.add(("dp1", NEW))
+    of.standing.damage.lost.add(("dp1", NEW))
     assert "iteration 10 survives a crash, nothing in memory" in headline(of), "n1 has its parity"
-    of.held["n1"] = (new,)
+    of.standing.held["n1"] = (new,)
     assert "nothing in memory survives a crash" in headline(of)
 
 
@@ -195,7 +197,7 @@ def test_captures_are_skipped_and_counted_until_the_protected_one_gives_way() ->
 def test_captures_wait_for_the_memory_of_further_slots() -> None:
     of = training(coordinator(), n0=(), n1=())
     told: list[str] = []
-    of.observers.add(lambda event: told.append(event.text))
+    of.observers.subscribe(lambda event: told.append(event.text))
     of.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
     answer = m.LeaseAnswer("n0", False, dict.fromkeys(PLACES, 20), "", 1.0)
     assert of.cycle is not None
@@ -215,7 +217,7 @@ def test_nothing_is_given_up_while_a_refused_permit_is_waited_for() -> None:
     old, new = m.HeldSnapshot(OLD, 10, True), m.HeldSnapshot(NEW, 20, False)
     of = training(coordinator(), n0=(new, old), n1=(new, old))
     told: list[str] = []
-    of.observers.add(lambda event: told.append(event.kind))
+    of.observers.subscribe(lambda event: told.append(event.kind))
     assert of.cycle is not None
     of.cycle.schedule.permitted(1_000_000)
     of.cycle.schedule.refused()
@@ -257,8 +259,9 @@ def test_a_local_snapshot_whose_parity_finds_wrong_bytes_counts_as_damaged() -> 
     )
     assert "nothing in memory survives a crash" in headline(of)
     assert of.cycle is not None
-    of.world, of.links = "w1", dict.fromkeys(PLACES.values())  # type: ignore[assignment]
-    of._world_up.set()
+    of.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
+    of.encoders.expect("w1", ("n0",))
+    of.encoders.on_event(m.NodeEvent("n0", 1, m.EncoderHello(1, "w1", 1)))
     grants = [a.message for a in of._next(of.cycle) if isinstance(a, Send)]
     assert grants and all(isinstance(g, m.Grant) for g in grants), "no parity of wrong bytes"
 
@@ -310,13 +313,13 @@ def test_the_newest_summary_is_shown_and_not_that_of_the_longest_lease(tmp_path:
         await of.refresh()
         await of.refresh()
         await of._beat(of.links["node1"], 600.0)
-        of.moves["node1"] = {"state": "moved"}
+        of.note_move("node1", state="moved")
         of._summary._until = 0.0
         await of._beat(of.links["node0"], 300.0)
         job = (await asyncio.to_thread(status.collect, tmp_path, "job"))["job"]
         leases = [view["lease_seconds_left"] for _, view in sorted(job["nodes"].items())]
         assert 0 < leases[0] < leases[1] and job["supervised"]
-        assert job["summary"]["moves"] == of.moves
+        assert job["summary"]["moves"] == {"node1": {"state": "moved"}}
         await of.close()
 
     try:
@@ -361,12 +364,12 @@ def test_a_damaged_snapshot_without_parity_makes_room_before_the_protected_one()
     old, new = m.HeldSnapshot(OLD, 10, True), m.HeldSnapshot(NEW, 20, False)
     of = training(coordinator(), n0=(new, old), n1=(new, old))
     told: list[str] = []
-    of.observers.add(lambda event: told.append(event.text))
+    of.observers.subscribe(lambda event: told.append(event.text))
     of.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
     of._crowded_on, of.progress = {"n0"}, dict.fromkeys(PLACES, 20)
     assert of.cycle is not None
     assert of._next(of.cycle) == [], "it is whole as far as anybody knows"
-    of.damage.count_lost(NEW, {next(iter(PLACES))})
+    of.standing.damage.count_lost(NEW, {next(iter(PLACES))})
     grants = [action.message for action in of._next(of.cycle) if isinstance(action, Send)]
     assert grants and all(
         isinstance(g, m.Grant) and g.beyond_repair == NEW and not g.give_up_protected
@@ -388,7 +391,7 @@ def test_who_holds_a_snapshot_is_named_with_what_follows(
     old, new = m.HeldSnapshot(OLD, 10, True), m.HeldSnapshot(NEW, 20, True)
     of = training(coordinator(), n0=(new, old), n1=(new, old))
     told: list[str] = []
-    of.observers.add(lambda event: told.append(event.text))
+    of.observers.subscribe(lambda event: told.append(event.text))
     of.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
     answer = m.LeaseAnswer("n0", False, dict.fromkeys(PLACES, 20), "", 1.0, pinned=True)
     of._on_answer(msgspec.structs.replace(answer, held=(new, old), readers=readers))

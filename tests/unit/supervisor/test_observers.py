@@ -11,8 +11,8 @@ from megatron_ft.supervisor.events import JobEvent, Observers
 def test_a_log_on_a_full_disk_stops_nobody() -> None:
     heard: list[JobEvent] = []
     observers = Observers()
-    observers.add(Printer())
-    observers.add(heard.append)
+    observers.subscribe(Printer())
+    observers.subscribe(heard.append)
     # What is written to this device meets a disk without space (full(4)), also when it is closed.
     with suppress(OSError), open("/dev/full", "w") as full, redirect_stdout(full):
         observers.emit("committed", "snapshot of iteration 4 committed", level="local")
@@ -29,7 +29,7 @@ def test_who_failed_once_is_told_the_next_event() -> None:
             raise OSError("no space left on device")
 
     observers = Observers()
-    observers.add(fails_first)
+    observers.subscribe(fails_first)
     observers.emit("training", "training")
     observers.emit("finished", "finished")
     assert heard == ["training", "finished"]

@@ -124,7 +124,7 @@ def test_nothing_waits_longer_than_the_longest_wait(words: list[tuple[int, int]]
 def test_each_step_is_an_event_and_what_is_urgent_does_not_wait() -> None:
     events: list[JobEvent] = []
     observers = Observers()
-    observers.add(events.append)
+    observers.subscribe(events.append)
     pacing = Pacing(0.01, 3600.0, observers)
     schedule = pacing.begin(2, 0)
     for late in (0, CREDIT + 1, CREDIT + 1):

@@ -59,7 +59,7 @@ def test_a_rewind_that_cannot_be_noted_is_told_and_still_carried_out(tmp_path: P
     told: list[str] = []
     with JobState(tmp_path / "job", "job") as state:
         observers = Observers()
-        observers.add(lambda event: told.append(event.kind))
+        observers.subscribe(lambda event: told.append(event.kind))
         coordinator = Coordinator(
             JobKeys.derive(bytes(32)), observers, lambda world: None, Timing()
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_ft.checkpoint.decide import Decision, StripeState
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.expected_world import ExpectedWorld
 from megatron_ft.supervisor.restore import RebuildError, RestorePlan
 from megatron_ft.supervisor.restore import rebuild as rebuild_lost
 
@@ -32,16 +34,20 @@ REBUILT = m.Rebuilt(SNAPSHOT, WORLD, "dp1", RECORD, bytes(32), (), 0, 0.0)
 class Coordinator:
     """Answers a rebuild by these events, whoever listens."""
 
-    world = WORLD
-
     def __init__(self, *bodies: Any) -> None:
-        self.listeners: list[Callable[[m.NodeEvent], None]] = []
+        self._listeners: tuple[Callable[[m.NodeEvent], None], ...] = ()
         self.observers = Observers()
+        self.encoders = ExpectedWorld(self.observers, lambda name: None)
+        self.encoders.expect(WORLD, ())
         self._bodies = bodies
+
+    def listening(self, *listeners: Callable[[m.NodeEvent], None]) -> AbstractContextManager[None]:
+        self._listeners = listeners
+        return nullcontext()
 
     async def ask_all(self, requests: Mapping[str, m.Message]) -> dict[str, object]:
         for body in self._bodies:
-            for listener in self.listeners:
+            for listener in self._listeners:
                 listener(m.NodeEvent("n0", INCARNATION, body))
         return {}
 

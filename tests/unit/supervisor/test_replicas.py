@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -124,7 +125,7 @@ class Watched:
     def __init__(self) -> None:
         observers = Observers()
         self.events: list[Any] = []
-        observers.add(self.events.append)
+        observers.subscribe(self.events.append)
         self.watch = ReplicaWatch(observers)
 
     def judge(self, sequence: int, *values: str) -> str:
@@ -202,9 +203,9 @@ def test_an_error_of_the_comparison_costs_a_comparison(monkeypatch: pytest.Monke
 
 
 def test_a_snapshot_in_which_replicas_differ_is_never_encoded() -> None:
-    watched, d = Watched(), Driver()
+    watched = Watched()
     watched.judge(1, "a", "a", "a")
-    d.cycle.judge = lambda *args: watched.watch.judge(PLACES, *args)
+    d = Driver(judge=partial(watched.watch.judge, PLACES))
     d.propose()
     found = reports("a", "a", "b")
     actions = [

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
-from megatron_ft.supervisor import connections, encoder_world
+from megatron_ft.supervisor import encoder_world, expected_world
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.encoder_world import (
     FIRST_DELAY_SECONDS,
@@ -117,7 +117,7 @@ def test_a_cause_is_told_once_until_a_world_is_up_again(monkeypatch: pytest.Monk
             return await ended()  # type: ignore[no-any-return]
 
         worlds.ended = until_end
-        observers.add(lambda event: told.append(f"{event.kind}: {event.text}"))
+        observers.subscribe(lambda event: told.append(f"{event.kind}: {event.text}"))
         keys = JobKeys.derive(bytes(32))
         keeper = WorldKeeper(worlds, Coordinator(keys, observers, worlds.end, Timing()))
         keeper.start(["n0"])
@@ -154,17 +154,17 @@ def test_a_world_that_is_not_up_in_time_is_ended_and_replaced(
     async def story() -> None:
         worlds: Any = Hanging([])
         worlds.name = "world"
-        monkeypatch.setattr(connections, "WORLD_TIMEOUT_SECONDS", 0.05)
+        monkeypatch.setattr(expected_world, "WORLD_TIMEOUT_SECONDS", 0.05)
         monkeypatch.setattr(encoder_world, "FIRST_DELAY_SECONDS", 0.01)
         observers, again = Observers(), asyncio.Event()
-        observers.add(lambda event: told.append(f"{event.kind}: {event.text}"))
+        observers.subscribe(lambda event: told.append(f"{event.kind}: {event.text}"))
         coordinator = Coordinator(JobKeys.derive(bytes(32)), observers, worlds.end, Timing())
         keeper = WorldKeeper(worlds, coordinator)
         keeper.start(["n0", "n1"])
         coordinator._on_event(m.NodeEvent("n1", 0, m.EncoderHello(1, "world", 0)))
 
         def start(nodes: Sequence[str], incarnation: int) -> str:
-            monkeypatch.setattr(connections, "WORLD_TIMEOUT_SECONDS", 60.0)
+            monkeypatch.setattr(expected_world, "WORLD_TIMEOUT_SECONDS", 60.0)
             again.set()
             return "world"
 
@@ -172,8 +172,8 @@ def test_a_world_that_is_not_up_in_time_is_ended_and_replaced(
         await again.wait()
         for node in ("n0", "n1"):
             coordinator._on_event(m.NodeEvent(node, 0, m.EncoderHello(1, "world", 0)))
-        await coordinator.world_ready()
-        assert coordinator.usable_world == "world"
+        await coordinator.encoders.ready()
+        assert coordinator.encoders.usable == "world"
         keeper.stop()
 
     asyncio.run(asyncio.wait_for(story(), 60))
