@@ -19,7 +19,6 @@ from megatron_ft.config.setting import (
     AUTO,
     INTERVAL,
     SCHEME,
-    WHOLE,
     WORD,
     Setting,
     bandwidth,
@@ -85,12 +84,13 @@ class SnapshotConfig:
         "Redundancy over nodes: how many nodes share their parity, and how many may be lost.",
         allowed="xor:N, rs:K+M, replica:R or none",
     )
-    slots: int = setting(
-        WHOLE,
-        2,
-        "Snapshots kept of each shard. With 3 none is skipped while one is read for a drain.",
-        allowed="2 or 3",
-        accepts=lambda v: v in (2, 3),
+    slots: int | str = setting(
+        INTERVAL,
+        AUTO,
+        "Snapshots kept of each shard. With 3 none is skipped while one is read for a drain. "
+        "auto: 3 with a drain folder where every node has the memory, else 2.",
+        allowed="2, 3 or auto",
+        accepts=lambda v: v in (AUTO, 2, 3),
         unit="snapshots",
     )
     arena_dir: Path | None = folder(
@@ -282,6 +282,11 @@ class SnapshotConfig:
     def fixed_interval(self) -> int:
         """Iterations between snapshots, 0 where the job finds it out."""
         return 0 if isinstance(self.snapshot_interval, str) else self.snapshot_interval
+
+    @property
+    def fixed_slots(self) -> int:
+        """Slots of each arena, 0 where the job chooses them."""
+        return 0 if isinstance(self.slots, str) else self.slots
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] | None = None) -> SnapshotConfig:

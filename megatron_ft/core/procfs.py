@@ -81,6 +81,11 @@ def storage_bytes_read() -> int | None:
     return int(counts["read_bytes"]) if "read_bytes" in counts else None
 
 
+def machine() -> str:
+    """A name that all processes of one running kernel share, containers included."""
+    return (PROC / "sys/kernel/random/boot_id").read_text().strip()
+
+
 def read_environment(pid: int) -> dict[str, str]:
     """The environment that a process was started with; empty if it ended or is not ours.
 

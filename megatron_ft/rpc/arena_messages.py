@@ -42,6 +42,23 @@ class CheckRoom(Message, frozen=True):
     room: Count
 
 
+class RoomRequest(Message, frozen=True):
+    """Ask how much memory arenas could be given on this node; answered by Room."""
+
+    incarnation: Count
+
+
+class Room(Message, frozen=True):
+    """Bytes that the tightest limit of the node leaves, 0 or less if none are.
+
+    ``limit`` says in words what it is.  Nodes of one ``machine`` share its memory.
+    """
+
+    available: int
+    limit: str
+    machine: str
+
+
 class SetAside(Message, frozen=True):
     """Make all arenas of the node sources, which keep these snapshots, as larger ones come.
 

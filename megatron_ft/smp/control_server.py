@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft.core import private_files
+from megatron_ft.arena.limits import memory_readings
+from megatron_ft.core import private_files, procfs
 from megatron_ft.core.environment import IMPORTS_NAME
 from megatron_ft.core.errors import UNREADABLE, ControlPlaneError, StaleIncarnationError
 from megatron_ft.core.fault_points import reach
@@ -82,6 +83,11 @@ class ControlServer:
 
     async def _check_room(self, request: m.CheckRoom) -> None:
         self._service.store.check_room(request.spared, request.room)
+
+    async def _read_room(self, request: m.RoomRequest) -> m.Room:
+        readings = memory_readings(self._service.store.directory)
+        tightest = min(readings, key=lambda reading: reading.available_bytes)
+        return m.Room(tightest.available_bytes, tightest.limit, procfs.machine())
 
     async def _set_aside(self, request: m.SetAside) -> None:
         await self._service.set_aside(request.spared)
@@ -249,6 +255,7 @@ _REQUESTS: dict[type[m.Message], Callable[[ControlServer, Any], Any]] = {
     m.CreateArena: ControlServer._create_arena,
     m.MakeSources: ControlServer._make_sources,
     m.CheckRoom: ControlServer._check_room,
+    m.RoomRequest: ControlServer._read_room,
     m.SetAside: ControlServer._set_aside,
     m.TellRenewed: ControlServer._tell_renewed,
     m.ArenasReady: ControlServer._arenas_ready,

@@ -28,6 +28,7 @@ from megatron_ft.supervisor.drain_times import Urgency, gives_way, is_due
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import DiskPlaces
 from megatron_ft.supervisor.processes import unless
+from megatron_ft.supervisor.slot_choice import BESIDE_DRAINS, SlotChoice
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.steps import run_step
 
@@ -110,16 +111,15 @@ class Drains:
         self._last = min(self._last, first)
         if self._spec.settings.drain_interval or self._spec.settings.drain_minutes:
             self._ending, self._task = False, asyncio.create_task(self._keep())
-            self._warn_of_two_slots()
 
-    def _warn_of_two_slots(self) -> None:
+    def warn_of_slots(self, slots: SlotChoice) -> None:
         """Report once, before the first drain, that a failure during one costs more."""
-        if self._warned or self._spec.settings.slots > 2:
+        if self._warned or self._task is None or slots.count >= BESIDE_DRAINS:
             return
         self._warned = True
         text = (
             "with two slots no snapshot is taken while a drain runs, so a failure then loses the "
-            "iterations since it began; with --slots 3 snapshots continue"
+            f"iterations since it began; {slots.reason}"
         )
         self._coordinator.observers.emit("drain_cost", text)
 

@@ -17,6 +17,7 @@ from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.recovery import Recovery
 from megatron_ft.supervisor.restore import RestorePlan
+from megatron_ft.supervisor.slot_choice import present_slots
 from megatron_ft.supervisor.spec import JobSpec
 
 DRAIN_SECONDS = 3600.0
@@ -109,7 +110,7 @@ class EmergencyDrain:
             active=tuple(there),
             incarnation=self._coordinator.incarnation,
             lineage=self._recovery.lineage(memory),
-            slot_count=self._spec.settings.slots,
+            slots=present_slots(memory),
         )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.core.environment import RESTORE
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.identity import SHRINK
@@ -40,6 +41,7 @@ from megatron_ft.supervisor.restore import (
     return_sources,
 )
 from megatron_ft.supervisor.schedule import Pacing
+from megatron_ft.supervisor.slot_choice import USUAL, SlotChoice, choose_slots
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.watch import JobWatch
 
@@ -130,9 +132,10 @@ class Incarnation:
             if spec.arguments_for(len(plan.active)):
                 rule = self.state.record.rank_rule  # that of the command without them
             stripes = registration.stripes(stored, self.members.scheme, spec.block_bytes)
-            requests = create_requests(stripes, plan.incarnation, plan.lineage, spec.settings.slots)
             if plan.reshaped:
                 await make_sources(self.coordinator, plan)
+            slots = await self._choose_slots(stripes, places)
+            requests = create_requests(stripes, plan.incarnation, plan.lineage, slots.count)
             await make_arenas(self.coordinator, requests, places)
             if plan.reshaped and not self.declined:
                 await reshape(self.coordinator, plan, places)
@@ -152,12 +155,22 @@ class Incarnation:
         schedule = self.pacing.begin(registration.interval, first)
         self._emit("training", "training", iteration=first)
         orders = stripe_orders(stripes, places, plan.active)
-        self.renewal.begin(stripes)
+        self.renewal.begin(stripes, (slots.count, spec.settings.fixed_slots or USUAL))
         judge = partial(self.coordinator.replicas.judge, places)
         cycle = SnapshotCycle(plan.incarnation, places, orders, schedule, judge)
         self.coordinator.start_snapshots(cycle)
         self.drains.begin(places, registration.placements(), plan.lineage, first)
+        self.drains.warn_of_slots(slots)
         await self._share_imports(nodes[0])
+
+    async def _choose_slots(
+        self, stripes: tuple[StripeState, ...], places: dict[str, str]
+    ) -> SlotChoice:
+        """The slots of this incarnation's arenas: those of arenas that are there, or chosen."""
+        if self.plan.slots.count and not self.plan.reshaped:
+            return self.plan.slots
+        spares = self.members.free_spares()
+        return await choose_slots(self.coordinator, self.spec, stripes, places, spares)
 
     def _shape(self) -> str:
         """The arguments of --shapes with which ranks train, as the end of a sentence."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_ft.arena.format import Geometry
 from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.identity import Ancestor
@@ -113,3 +114,18 @@ def shards_by_node(shards: Iterable[str], places: Mapping[str, str]) -> dict[str
     for shard_id in shards:
         found.setdefault(places[shard_id], []).append(shard_id)
     return found
+
+
+def bytes_by_node(
+    requests: Mapping[str, m.CreateArena], places: Mapping[str, str]
+) -> dict[str, int]:
+    """Bytes of the arenas of each node, headers included."""
+    by_node = shards_by_node(requests, places)
+    return {n: sum(file_bytes(requests[shard]) for shard in there) for n, there in by_node.items()}
+
+
+def file_bytes(request: m.CreateArena) -> int:
+    """Bytes of the file of an arena."""
+    parity = request.parity_members * request.data_bytes // request.data_members
+    sizes = (request.slot_count, request.data_bytes, parity, request.block_bytes)
+    return Geometry(*sizes).file_bytes

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 
 from megatron_ft.checkpoint.decide import Decision, decide
@@ -32,6 +33,7 @@ from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.orders import shards_by_node
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy, reason_against_own
 from megatron_ft.supervisor.restore import RestorePlan, make_targets, rebuild
+from megatron_ft.supervisor.slot_choice import USUAL, SlotChoice, choose_slots, present_slots
 from megatron_ft.supervisor.spec import JobSpec
 
 NOTHING = Decision(None, -1, False, (), {})
@@ -87,7 +89,7 @@ class Recovery:
                 voted = True
             self._members.replace_lost(admitted)
             plan = await self._choose(admitted, reached)
-            await self.carry_out(plan, admitted)
+            plan = await self.carry_out(plan, admitted)
             # Before trainers start: commands may need the GPUs for themselves.
             if voted or not self._health.settle(await vote, admitted, serves):
                 return plan
@@ -126,13 +128,15 @@ class Recovery:
         older = () if newest is None else newest.lineage
         return extend(older, self._coordinator.incarnation, decision.snapshot)
 
-    async def carry_out(self, plan: RestorePlan, admitted: Inventories) -> None:
+    async def carry_out(self, plan: RestorePlan, admitted: Inventories) -> RestorePlan:
         """Bring what the plan restores into the arenas of its nodes, commit it, let trainers in.
+
+        The plan with the slots of its arenas, which are chosen if none were there.
 
         RebuildError when some shard could not be rebuilt, LoadError when one could not be loaded,
         NoRoomError when a node has no room for one, ControlPlaneError when a node fails.
         """
-        await self._members.while_all_answer(self._carry_out(plan, tuple(admitted)))
+        return await self._members.while_all_answer(self._carry_out(plan, tuple(admitted)))
 
     async def _choose(self, admitted: Inventories, reached: int) -> RestorePlan:
         """Decide between memory, a drained checkpoint and the framework's own; note the decision.
@@ -168,7 +172,7 @@ class Recovery:
             active=tuple(members.active),
             incarnation=coordinator.incarnation,
             lineage=lineage,
-            slot_count=spec.settings.slots,
+            slots=present_slots(decision),
             disk=source,
             kept=() if reshaped else kept_ranks(admitted),
             sources=sources,
@@ -264,7 +268,7 @@ class Recovery:
             iterations_lost=lost,
         )
 
-    async def _carry_out(self, plan: RestorePlan, admitted: Sequence[str]) -> None:
+    async def _carry_out(self, plan: RestorePlan, admitted: Sequence[str]) -> RestorePlan:
         coordinator, snapshot = self._coordinator, plan.decision.snapshot
         coordinator.standing.restores(snapshot)
         await coordinator.ask_all({node: plan.adoption(node) for node in admitted})
@@ -272,6 +276,8 @@ class Recovery:
             self._members.returned()
         reach("recovery.adopted")
         if snapshot is not None:
+            if not plan.slots.count:
+                plan = replace(plan, slots=await self._choose_slots(plan))
             await self._bring_back(plan, snapshot)
             level = "protected" if plan.decision.protected else "local"
             commit = m.Commit(plan.incarnation, snapshot, level)
@@ -285,6 +291,14 @@ class Recovery:
         coordinator.standing.resumes(plan.decision.iteration if snapshot is not None else -1)
         if snapshot is not None:
             reach("recovery.ready")
+        return plan
+
+    async def _choose_slots(self, plan: RestorePlan) -> SlotChoice:
+        """The slots of arenas that a checkpoint is loaded into; those of sources are only read."""
+        if plan.reshaped:
+            return SlotChoice(USUAL)
+        stripes, spares = plan.decision.stripes, self._members.free_spares()
+        return await choose_slots(self._coordinator, self._spec, stripes, plan.places, spares)
 
     async def _bring_back(self, plan: RestorePlan, snapshot: SnapshotId) -> None:
         """Rebuild lost shards from parity, and load those that come from disk."""
@@ -314,11 +328,10 @@ def check_memory(spec: JobSpec, wanted: Scheme, scheme: str, memory: Decision) -
     """
     if memory.snapshot is None:
         return
-    slots = max(len(holding.arena.slots) for holding in memory.holdings.values())
-    protect = str(wanted)
+    slots, protect = present_slots(memory).count, str(wanted)
     for flag, kept, asked in (
         ("protect", scheme or protect, protect),
-        ("slots", slots, spec.settings.slots),
+        ("slots", slots, spec.settings.fixed_slots or slots),
     ):
         if kept != asked:
             raise ConfigError(

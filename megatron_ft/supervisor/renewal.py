@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from megatron_ft.arena.format import Geometry
 from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.core.errors import ArenaMemoryError, NoRoomError
 from megatron_ft.core.fault_points import reach
@@ -26,7 +26,12 @@ from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.drains import Drains
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
-from megatron_ft.supervisor.orders import create_requests, shards_by_node, stripe_orders
+from megatron_ft.supervisor.orders import (
+    bytes_by_node,
+    create_requests,
+    shards_by_node,
+    stripe_orders,
+)
 from megatron_ft.supervisor.registration import Registration
 from megatron_ft.supervisor.restore import RestorePlan, make_arenas
 from megatron_ft.supervisor.standing import Committed
@@ -40,7 +45,10 @@ TELL_SECONDS = 5.0
 
 @dataclass(kw_only=True)
 class ArenaRenewal:
-    """Serves the ranks of one incarnation that have outgrown their arenas."""
+    """Serves the ranks of one incarnation that have outgrown their arenas.
+
+    Larger ones get the first of ``slot_counts`` that fits.
+    """
 
     plan: RestorePlan
     state: JobState
@@ -49,6 +57,7 @@ class ArenaRenewal:
     registration: Registration
     drains: Drains
     stripes: tuple[StripeState, ...] = ()
+    slot_counts: tuple[int, ...] = ()
     _wanted: dict[str, int] = field(default_factory=dict)
     _asked: asyncio.Event = field(default_factory=asyncio.Event)
     _away: set[str] = field(default_factory=set)
@@ -56,9 +65,9 @@ class ArenaRenewal:
     _renewed_at: Committed | None = None
     _told: str = ""
 
-    def begin(self, stripes: tuple[StripeState, ...]) -> None:
+    def begin(self, stripes: tuple[StripeState, ...], slot_counts: tuple[int, ...]) -> None:
         """Snapshots are about to be permitted, into arenas of these stripes."""
-        self.stripes = stripes
+        self.stripes, self.slot_counts = stripes, slot_counts
 
     def on_event(self, event: m.NodeEvent) -> None:
         """Note what ranks ask for, and which have gone into their new arenas."""
@@ -101,10 +110,9 @@ class ArenaRenewal:
     async def _renew(self, cycle: SnapshotCycle, stripes: tuple[StripeState, ...]) -> None:
         """Replace all arenas, or leave them as they are if there is no memory for others."""
         plan, places, coordinator = self.plan, cycle.places, self.coordinator
-        asked = create_requests(stripes, plan.incarnation, plan.lineage, plan.slot_count)
         keep = self._keep()
         try:
-            await self._check_room(asked, places, keep)
+            asked = await self._fitting(stripes, places, keep)
         except ArenaMemoryError as error:
             return self._refuse(str(error))
         self.members.make_sources()
@@ -135,19 +143,35 @@ class ArenaRenewal:
             *(links[node].demand(one, ARENA_TIMEOUT_SECONDS) for node, one in requests.items())
         )
 
-    async def _check_room(
+    async def _fitting(
         self,
-        asked: Mapping[str, m.CreateArena],
+        stripes: Sequence[StripeState],
         places: Mapping[str, str],
         keep: tuple[SnapshotId, ...],
-    ) -> None:
-        """ArenaMemoryError, with nothing changed, unless all nodes have room for these arenas."""
-        room = {
-            node: sum(file_bytes(asked[shard]) for shard in shards)
-            for node, shards in shards_by_node(asked, places).items()
-        }
+    ) -> dict[str, m.CreateArena]:
+        """Requests of arenas that all nodes have room for, of the first of ``slot_counts``
+        possible.
+
+        ArenaMemoryError, with nothing changed, if there is none.
+        """
+        *more, fewest = self.slot_counts
+        for count in more:
+            with suppress(ArenaMemoryError):
+                return await self._checked(stripes, places, keep, count)
+        return await self._checked(stripes, places, keep, fewest)
+
+    async def _checked(
+        self,
+        stripes: Sequence[StripeState],
+        places: Mapping[str, str],
+        keep: tuple[SnapshotId, ...],
+        slots: int,
+    ) -> dict[str, m.CreateArena]:
         incarnation = self.plan.incarnation
+        asked = create_requests(stripes, incarnation, self.plan.lineage, slots)
+        room = bytes_by_node(asked, places)
         await self._ask({n: m.CheckRoom(incarnation, keep, size) for n, size in room.items()})
+        return asked
 
     def _refuse(self, reason: str) -> None:
         """Say once why nothing newer is protected; it is tried again as ranks ask again."""
@@ -213,10 +237,3 @@ def enlarged(stripes: Sequence[StripeState], wanted: Mapping[str, int]) -> tuple
         )
         for stripe in stripes
     )
-
-
-def file_bytes(request: m.CreateArena) -> int:
-    """Bytes of the file of an arena."""
-    parity = request.parity_members * request.data_bytes // request.data_members
-    sizes = (request.slot_count, request.data_bytes, parity, request.block_bytes)
-    return Geometry(*sizes).file_bytes

@@ -27,6 +27,7 @@ from megatron_ft.supervisor.orders import (
     shards_by_node,
     stripe_orders,
 )
+from megatron_ft.supervisor.slot_choice import SlotChoice
 
 REBUILD_TIMEOUT_SECONDS = 1800.0
 
@@ -55,7 +56,7 @@ class RestorePlan:
     active: tuple[str, ...]
     incarnation: int
     lineage: tuple[Ancestor, ...]
-    slot_count: int
+    slots: SlotChoice
     disk: DiskSource | None = None
     kept: tuple[int, ...] = ()
     sources: m.Sources = "drop"
@@ -116,7 +117,7 @@ async def make_arenas(
 async def make_targets(coordinator: Coordinator, plan: RestorePlan, shards: Sequence[str]) -> None:
     """Arenas for shards that are brought back, where their node has none yet."""
     stripes = plan.decision.stripes
-    requests = create_requests(stripes, plan.incarnation, plan.lineage, plan.slot_count)
+    requests = create_requests(stripes, plan.incarnation, plan.lineage, plan.slots.count)
     await make_arenas(coordinator, {shard: requests[shard] for shard in shards}, plan.places)
 
 

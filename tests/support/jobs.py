@@ -157,7 +157,7 @@ class Job:
     free_on_exit: bool = False
     keep_minutes: float = SnapshotConfig().keep_minutes
     checkpoint_dir: Path | None = None
-    slots: int = 2
+    slots: int | str = 2
     block_bytes: int = BLOCK_BYTES
     drain_dir: Path | None = None
     drain_interval: int = 0
@@ -165,6 +165,7 @@ class Job:
     drain_export_dir: Path | None = None
     drain_keep: int = 2
     drain_stop_seconds: float = 25.0
+    drain_bandwidth_mib: float = 0.0
     time_limit_seconds: float = 0.0
     restore_from: Path | None = None
     scrub_percent: float = 1.0

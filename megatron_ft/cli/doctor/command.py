@@ -38,6 +38,7 @@ from megatron_ft.launchers.virtual import default_root
 from megatron_ft.megatron import fewer_ranks
 from megatron_ft.supervisor.job_state import read_record, state_folder
 from megatron_ft.supervisor.placement import choose_active, read_domains
+from megatron_ft.supervisor.slot_choice import USUAL
 
 EXIT_CODES: Mapping[int, str] = {
     0: "nothing is refused (there may be warnings)",
@@ -156,7 +157,8 @@ def wishes_of(
         active=tuple(active),
         spares=tuple(n for n in nodes if n not in active),
         ranks_per_node=arguments.ranks_per_node,
-        slot_count=settings.slots,
+        slot_count=settings.fixed_slots or USUAL,
+        third_slot=not settings.fixed_slots and settings.drain_dir is not None,
         domains=domains,
         domains_from=source or "",
         shard_bytes=shard_size(arguments.shard_gib, arguments.parameters, ranks),

@@ -116,6 +116,7 @@ class WorldFacts(msgspec.Struct, frozen=True):
 class Wishes(msgspec.Struct, frozen=True):
     """The user's wishes.  ``shard_bytes`` is 0 if nobody said how large a shard is.
 
+    ``third_slot`` says that the job makes one more slot where memory allows.
     ``domains_from`` is the source of failure domains, empty for nodes.
     ``job`` is the one of which there are notes already.  ``shrinks`` says that it may continue
     with fewer nodes, ``rank_rule`` with how many ranks, None if only the ranks will say;
@@ -127,6 +128,7 @@ class Wishes(msgspec.Struct, frozen=True):
     spares: tuple[str, ...]
     ranks_per_node: int
     slot_count: int
+    third_slot: bool = False
     domains: dict[str, str] = {}
     domains_from: str = ""
     shard_bytes: int = 0

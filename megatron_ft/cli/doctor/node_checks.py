@@ -15,6 +15,7 @@ from megatron_ft.core.frameworks import DEEPSPEED, MEGATRON, Releases, version_n
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import Domains, members_of, stripe_sets
 from megatron_ft.supervisor.health import Vote
+from megatron_ft.supervisor.slot_choice import BESIDE_DRAINS
 
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 OLDEST_PYTHON = (3, 10)
@@ -85,6 +86,13 @@ def arena_folder(facts: Facts) -> list[Finding]:
     return by_node(facts.answered, judge)
 
 
+THIRD = "a third slot is made beside them, so that snapshots continue while a drain runs"
+NO_THIRD = (
+    "a third slot, with as much memory left free, does not fit: no snapshot is taken while a "
+    "drain runs, and a failure then loses the iterations since it began"
+)
+
+
 def memory(facts: Facts) -> list[Finding]:
     """Every limit of memory against what the arenas will need.
 
@@ -92,7 +100,8 @@ def memory(facts: Facts) -> list[Finding]:
     """
     wishes = facts.wishes
     actual = shortest_scheme(wishes.active, wishes.domains, wishes.scheme)
-    each = node_bytes(wishes.shard_bytes, wishes.ranks_per_node, wishes.slot_count, actual)
+    sizes = wishes.shard_bytes, wishes.ranks_per_node
+    each = node_bytes(*sizes, wishes.slot_count, actual)
     machines = [said.machine for said in facts.answered.values()]
     arithmetic = (
         f"{format_bytes(wishes.shard_bytes)} a shard x {wishes.ranks_per_node} ranks x "
@@ -106,7 +115,10 @@ def memory(facts: Facts) -> list[Finding]:
         shared = f" for {together} nodes on one machine" if together > 1 else ""
         text = f"needs {format_bytes(need)}{shared} = {arithmetic}"
         if short is None:
-            return ok(text)
+            more = together * node_bytes(*sizes, BESIDE_DRAINS + 1, actual)
+            if wishes.third_slot and memory_shortfall(more, said.arena.limits) is not None:
+                return warn(f"{text}; {NO_THIRD}", f"leave {format_bytes(more)} free")
+            return ok(f"{text}; {THIRD}" if wishes.third_slot else text)
         left = format_bytes(max(short.available_bytes, 0))
         advice = (
             "raise that limit (a tmpfs: `mount -o remount,size=...`; a container: its shared "

@@ -25,7 +25,7 @@ from megatron_ft.cli.doctor.facts import ArenaPlace, NodeFacts, ProbeRequest, Sh
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.private_files import OTHERS_WRITE, reason_against
-from megatron_ft.core.procfs import pid_namespace
+from megatron_ft.core.procfs import machine, pid_namespace
 from megatron_ft.smp.node_folder import make_node_dir
 
 LOGIND = ("systemd-analyze", "cat-config", "systemd/logind.conf")
@@ -37,7 +37,7 @@ LAST_SYSTEM_USER = 999
 def examine(request: ProbeRequest, where: ProcessEnvironment) -> NodeFacts:
     """All facts of this node.  Files that it makes are named by the request's token."""
     return NodeFacts(
-        machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        machine=machine(),
         user=os.geteuid(),
         code=code_digest(),
         cgroup=Path("/proc/self/cgroup").read_text(),

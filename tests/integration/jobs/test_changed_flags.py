@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.config.setting import AUTO
 from megatron_ft.core.errors import ConfigError
 from tests.support.jobs import Job
 
@@ -16,7 +17,7 @@ pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 def test_what_memory_was_not_made_for_is_refused_and_the_old_flags_still_work(
     made: list[Job], tmp_path: Path
 ) -> None:
-    job = Job(tmp_path, nodes=2, iterations=20)
+    job = Job(tmp_path, nodes=2, iterations=20, slots=AUTO)
     made.append(job)
     with pytest.raises(asyncio.CancelledError):
         job.run((8, Job.interrupt))
@@ -38,6 +39,9 @@ def test_what_memory_was_not_made_for_is_refused_and_the_old_flags_still_work(
     assert job.kinds().count("trainers_started") == starts, job.story()
     refused(ConfigError, "does not say with how many ranks", nodes=1, protect="none")
     refused(ConfigError, "does not say with how many ranks", ranks_per_node=2)
+    job.drain_dir, job.drain_interval = tmp_path / "disk", 10**6
     job.run()
+    (cost,) = (event.text for event in job.events if event.kind == "drain_cost")
+    assert "the job's arenas were made with two" in cost, job.story()
     assert "reshaped" not in job.kinds(), job.story()
     assert job.restores()[-1][0] >= committed[-1], job.story()

@@ -35,6 +35,7 @@ from megatron_ft.smp.store import SOURCE_SUFFIX, SUFFIX
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.orders import create_requests
 from megatron_ft.supervisor.recovery import Recovery, RestorePlan
+from megatron_ft.supervisor.slot_choice import SlotChoice
 from tests.protocol.model.judge import Violation
 from tests.protocol.model.memory import root_of
 from tests.support.arena_samples import make_record
@@ -181,7 +182,7 @@ def decide(job: Job) -> Job:
     newest = max((h.arena for h in decision.holdings.values()), key=lambda a: a.incarnation)
     lineage = extend(newest.lineage, job.incarnation, decision.snapshot)
     back = fate == "return" and not job.renews
-    given = (decision, HOMES, tuple(HOMES.values()), job.incarnation, lineage, 2)
+    given = (decision, HOMES, tuple(HOMES.values()), job.incarnation, lineage, SlotChoice(2))
     plan = RestorePlan(*given, sources=fate, reshaped=back)
     names = ["adopt", *["returned"] * (fate == "return" and job.renews), "rebuild", "restored"]
     names += ["bearable"] * decision.protected

@@ -157,7 +157,7 @@ def test_config_shows_each_setting_and_where_it_was_given(
     assert shown["drain_dir"] == ["none", "default"]
     assert cli.main(["config", "--json", "--", *training]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["slots"] == {"value": 2, "unit": "snapshots", "from": "default"}
+    assert found["slots"] == {"value": "auto", "unit": "snapshots", "from": "default"}
 
 
 def test_the_package_can_be_run_as_a_module() -> None:

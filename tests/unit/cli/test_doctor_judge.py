@@ -165,6 +165,21 @@ def test_nodes_of_one_machine_share_its_memory() -> None:
     assert (memory(""), memory("one")) == (Severity.OK, Severity.REFUSED)
 
 
+def test_the_third_slot_of_a_job_that_drains_is_judged_with_its_rest() -> None:
+    """Two slots of 8 shards of 10 GiB with a third of parity take 213 GiB, four 427 GiB."""
+    for left, words, severity in (
+        (430, "is made", Severity.OK),
+        (420, "not fit", Severity.WARNING),
+    ):
+        room = arena(limits=(MemoryReading("free space of /dev/shm", left * GIB),))
+        nodes = {n: node(n, arena=room) for n in NODES}
+        said = facts(wishes=wishes(third_slot=True), nodes=nodes)
+        (found,) = (f for f in judge(said) if f.check == "memory")
+        assert found.verdict is severity and words in found.text
+        (plain,) = (f for f in judge(facts(nodes=nodes)) if f.check == "memory")
+        assert plain.verdict is Severity.OK and "third" not in plain.text
+
+
 @given(st.integers(1, 10**9), st.integers(1, 8), st.integers(2, 3))
 def test_memory_is_never_less_than_state_slots_and_parity(
     size: int, ranks: int, slots: int

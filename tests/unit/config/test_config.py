@@ -97,7 +97,7 @@ def test_a_folder_is_the_same_wherever_it_is_read(
         ("snapshot_interval", "2.5", "snapshot_interval is '2.5'"),
         ("snapshot_interval", 2.5, "snapshot_interval is 2.5"),
         ("snapshot_interval", True, "snapshot_interval is True"),
-        ("slots", 4, "slots is 4; give 2 or 3"),
+        ("slots", 4, "slots is 4; give 2, 3 or auto"),
         ("protect", "raid5", "protect is raid5: unknown redundancy scheme 'raid5'; write xor:N"),
         ("protect", "xor:1", "protect is xor:1: redundancy scheme xor:1: it needs at least"),
         ("fence_timeout_seconds", "nan", "fence_timeout_seconds is 'nan'; give seconds > 0"),

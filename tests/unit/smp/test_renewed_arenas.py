@@ -12,7 +12,9 @@ from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import ArenaMemoryError
 from megatron_ft.core.identity import SnapshotId
+from megatron_ft.core.procfs import machine
 from megatron_ft.rpc import messages as m
+from megatron_ft.smp import control_server
 from megatron_ft.smp import store as store_module
 from megatron_ft.smp.effects import StoreSlot
 from megatron_ft.smp.service import SmpService
@@ -133,3 +135,12 @@ def test_sources_return_to_trainers_that_never_left_them(host: SmpService) -> No
     assert held(host) == [(LOCAL, False), (PROTECTED, True)]
     host.store.arenas["dp0"].data(0, writable=True)[:] = 77
     assert (view == 77).all() and host.store.arenas["dp0"].holes == 0
+
+
+def test_a_node_says_what_its_tightest_limit_leaves(
+    host: SmpService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = [limits.MemoryReading("the tmpfs", 70), limits.MemoryReading("a cgroup", 50)]
+    monkeypatch.setattr(control_server, "memory_readings", lambda folder: readings)
+    room = ask(host, m.RoomRequest(1))
+    assert (room.available, room.limit) == (50, "a cgroup") and room.machine == machine()

@@ -20,6 +20,7 @@ from megatron_ft.supervisor.damage import DamagedShards
 from megatron_ft.supervisor.drains import Drains
 from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.orders import Timing
+from megatron_ft.supervisor.slot_choice import SlotChoice
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.standing import Standing
 from megatron_ft.supervisor.summary import Skips
@@ -101,10 +102,12 @@ class World:
     steps: Steps
     drains: Drains
     lost: list[str]
+    slots: SlotChoice = SlotChoice(2, "n1 is small")
 
     def begin(self) -> None:
         """An incarnation begins."""
         self.drains.begin({"dp0": "n0"}, {"dp0": ShardPlacement("n0", 0, ())}, (), 0)
+        self.drains.warn_of_slots(self.slots)
 
 
 @pytest.fixture
@@ -294,5 +297,16 @@ def test_what_a_failure_during_a_drain_would_have_cost_is_said_once(world: World
 
     asyncio.run(work())
     warned, cost = world.coordinator.kinds("drain_cost")
-    assert "no snapshot is taken while a drain runs" in warned.text
+    assert "no snapshot is taken while a drain runs" in warned.text and "; n1 is" in warned.text
     assert "would have lost 23 iterations; with --slots 3" in cost.text
+
+
+def test_three_slots_need_no_warning(world: World) -> None:
+    world.slots = SlotChoice(3)
+
+    async def work() -> None:
+        world.begin()
+        await world.drains.abandon()
+
+    asyncio.run(work())
+    assert not world.coordinator.kinds("drain_cost")

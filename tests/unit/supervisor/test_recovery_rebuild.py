@@ -16,6 +16,7 @@ from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.expected_world import ExpectedWorld
 from megatron_ft.supervisor.restore import RebuildError, RestorePlan
 from megatron_ft.supervisor.restore import rebuild as rebuild_lost
+from megatron_ft.supervisor.slot_choice import SlotChoice
 
 INCARNATION, WORLD, SNAPSHOT = 4, "w4", SnapshotId(3, 7)
 STRIPE = StripeState("xor", 1, 1, 1 << 20, ("dp0", "dp1"), 4096)
@@ -25,7 +26,7 @@ PLAN = RestorePlan(
     active=("n0", "n1"),
     incarnation=INCARNATION,
     lineage=(),
-    slot_count=2,
+    slots=SlotChoice(2),
 )
 RECORD = SealedRecord("dp1", SNAPSHOT, 30, 0, 0, 0, 0, 0, bytes(32), bytes(32))
 REBUILT = m.Rebuilt(SNAPSHOT, WORLD, "dp1", RECORD, bytes(32), (), 0, 0.0)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.core.identity import Ancestor
-from megatron_ft.supervisor.orders import create_requests
-from megatron_ft.supervisor.renewal import enlarged, file_bytes
+from megatron_ft.supervisor.orders import create_requests, file_bytes
+from megatron_ft.supervisor.renewal import enlarged
 
 BLOCK = 4096
 STRIPES = (
