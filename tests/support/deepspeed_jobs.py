@@ -114,17 +114,17 @@ def hit(program: Program, folder: Path, fault: Callable[[Job], None], **shape: A
     """The job that is hit, after its end; its trace is in ``folder / "trace"``."""
     folder.mkdir()
     holding = before_script(program.environment(folder / "trace"), Path(held.__file__).parent)
-    command = (sys.executable, str(program.example), *program.flags(folder, snapshots=True))
-    job = Job(
-        folder,
-        command=command,
-        environment=holding,
-        # Imports may keep every core of a small machine from the SMPs for a while.
-        timing=Timing(lease=30.0, node_timeout=45.0),
-        **shape,
-    )
+    job = made(program, folder, environment=holding, **shape)
     try:
         job.run((held.ITERATION - 1, fault))
     finally:
         job.cluster.destroy()
     return job
+
+
+def made(program: Program, folder: Path, **shape: Any) -> Job:
+    """The job of a program, not started yet."""
+    command = (sys.executable, str(program.example), *program.flags(folder, snapshots=True))
+    # Imports may keep every core of a small machine from the SMPs for a while.
+    timing = Timing(lease=30.0, node_timeout=45.0)
+    return Job(folder, command=command, timing=timing, **shape)

@@ -64,6 +64,7 @@ SlurmdTimeout={timeout}
 KillWait=5
 MinJobAge=300
 Epilog={epilog}
+Prolog={prolog}
 SchedulerParameters=bf_interval=1,sched_min_interval=500000
 {nodes}
 PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
@@ -122,6 +123,7 @@ class SlurmCluster:
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
         self.frees_memory(True)
+        self.delays_steps(0)
         self._write_config()
         self._daemon("munged", "--foreground", "--force", "--num-threads=2", *self._munge_files())
         self._until("munged", lambda: (self.folder / "munge.socket").exists())
@@ -135,6 +137,13 @@ class SlurmCluster:
         link = self.folder / "epilog"
         link.unlink(missing_ok=True)
         link.symlink_to(EPILOG if frees else "/bin/true")
+
+    def delays_steps(self, seconds: float) -> None:
+        """The duration of the site's prolog, for which the first step of a job waits on a node."""
+        prolog, made = self.folder / "prolog", self.folder / "prolog.new"
+        made.write_text(f"#!/bin/sh\nexec sleep {seconds:g}\n")
+        made.chmod(0o755)
+        made.rename(prolog)
 
     def _munge_files(self) -> Iterator[str]:
         for kind in ("key-file", "pid-file", "log-file", "seed-file"):
@@ -158,6 +167,7 @@ class SlurmCluster:
                 ctld_port=controller,
                 timeout=NODE_TIMEOUT_SECONDS,
                 epilog=self.folder / "epilog",
+                prolog=self.folder / "prolog",
                 nodes="\n".join(nodes),
                 names=",".join(self.names),
                 tracking="cgroup" if self.cgroups else "linuxproc",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -39,7 +40,8 @@ class SlurmJob:
     Without a ``site`` of its own its trainers are forked from the tests' host, if there is one.
 
     ``site`` are the site variables of ``script`` beside those that every test needs, ``flags``
-    more of sbatch's, ``run_flags`` those of ``megatron-ft run``.
+    more of sbatch's, ``run_flags`` those of ``megatron-ft run``.  A ``bare`` job gets no
+    environment; the site variables stand in its script.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class SlurmJob:
         site: Mapping[str, str] | None = None,
         flags: Sequence[str] = (),
         script: str = "pretrain_gpt_inmem.sbatch",
+        bare: bool = False,
     ) -> None:
         self.cluster, self.folder, self.name = cluster, folder, name
         self.losses, self.output = folder / "losses.jsonl", folder / "job.out"
@@ -80,7 +83,13 @@ class SlurmJob:
             **(site or {}),
         }
         words = [f"--nodes={nodes}", f"--job-name={name}", f"--output={self.output}", *flags]
-        words = ["sbatch", "--parsable", *words, str(SCRIPTS / script)]
+        path = SCRIPTS / script
+        if bare:
+            words.append("--export=NONE")
+            needed = {"SLURM_CONF": cluster.environment["SLURM_CONF"], "PYTHONPATH": str(ROOT)}
+            path = _with_variables(path, {**variables, **needed}, folder / "own.sbatch")
+            variables = {}
+        words = ["sbatch", "--parsable", *words, str(path)]
         self.id = cluster.run(*words, more=variables).strip()
 
     def text(self) -> str:
@@ -181,6 +190,15 @@ class SlurmJob:
 
     def result(self) -> Result:
         return read_losses(self.losses)
+
+
+def _with_variables(script: Path, variables: Mapping[str, str], into: Path) -> Path:
+    """A copy of a batch script that sets these variables behind its lines for sbatch."""
+    lines = script.read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    into.write_text("\n".join([*lines[:at], *exports, *lines[at:], ""]))
+    return into
 
 
 Submit = Callable[..., SlurmJob]

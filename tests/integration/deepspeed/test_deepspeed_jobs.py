@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.cli.chaos.trace import TraceLine, read_trace
+from megatron_ft.cli.demo.final_state import compare_runs
+from megatron_ft.supervisor.ends import End
 from tests.programs.deepspeed_program import ENVIRONMENT
 from tests.support.deepspeed_jobs import (
     ITERATIONS,
@@ -18,6 +20,7 @@ from tests.support.deepspeed_jobs import (
     hit,
     kill_held_rank,
     lose_node_of_held_rank,
+    made,
     train_alone,
 )
 from tests.support.jobs import DEEPSPEED_EXAMPLE, ROOT, log_of, trainers_with
@@ -30,6 +33,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed"),
 ]
+
+STOP = 10
+"""Step after which a script ends itself early."""
 
 RELEASES = ROOT / ".venv" / "deepspeed"
 """Where scripts/lib/environment.sh puts releases beside the one in the environment itself."""
@@ -100,6 +106,33 @@ def _of_step(lines: list[TraceLine]) -> tuple[list[int], float]:
 def processes(trace: Path, ranks: int) -> list[int]:
     """The number of processes in which each rank has trained."""
     return [len({line.pid for line in read_trace(trace, rank)}) for rank in range(ranks)]
+
+
+@pytest.mark.all_layouts
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_script_that_ends_before_its_last_iteration_is_continued(
+    stage: int, tmp_path: Path
+) -> None:
+    """The second start repeats no more than what was trained since the last commit."""
+    program = Program({"zero_optimization": {"stage": stage}})
+    folder = tmp_path / "job"
+    folder.mkdir()
+    job = made(program, folder, nodes=2, environment=program.environment(folder / "trace"))
+    whole = job.command
+    try:
+        job.command = (*whole, "--steps", str(STOP))
+        job.run()
+        assert job.end is End.EARLY, job.story()
+        committed = [e.fields["iteration"] for e in job.events if e.kind == "committed"]
+        job.command = whole
+        job.run()
+        assert job.end is End.FINISHED, job.story()
+    finally:
+        job.cluster.destroy()
+    assert job.restores() == [(committed[-1], "own memory")] and committed[-1] > 0, job.story()
+    train_alone(program, tmp_path / "alone", 2)
+    found = compare_runs(folder / "trace", tmp_path / "alone" / "trace", 2, ITERATIONS)
+    assert found.identical, found.differences
 
 
 @pytest.mark.all_layouts

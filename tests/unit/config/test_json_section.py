@@ -56,10 +56,7 @@ def test_no_section_and_one_that_is_off() -> None:
         ({"enabled": bool}, "inmem_snapshot.enabled is \"<class 'bool'>\"; give true or false"),
         ({"follows_engine": 1}, "inmem_snapshot.follows_engine is 1; give true or false"),
         ({3: True}, 'has an unknown key "3"'),
-        (
-            {"quarantine_iterations": "3"},
-            'inmem_snapshot.quarantine_iterations is "3"; give a whole number',
-        ),
+        ({"drain_keep": "3"}, 'inmem_snapshot.drain_keep is "3"; give a whole number'),
         ({"slots": True}, "inmem_snapshot.slots is true; give 2, 3 or auto"),
         ({"slots": 4}, "inmem_snapshot.slots is 4; give 2, 3 or auto"),
         ({"snapshot_interval": 2.5}, "snapshot_interval is 2.5; give a whole number >= 1"),
