@@ -18,23 +18,52 @@ from megatron_ft.cli.chaos.job import (
     JobFile,
     role_of_command,
 )
+from megatron_ft.core.errors import MissingEnvironmentError
+from megatron_ft.launchers.launcher import Placement
 from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.launchers.slurm.allocation import is_away
+from megatron_ft.launchers.world import WorldProcess
 from tests.support.warm_host import WarmHost, warm
 
 CLUSTER_CLASS = "tests.support.chaos_cluster:EquippedCluster"
 
+AWAY_NAME = "scheduler-away"
+"""While the job's folder has a file of this name, its scheduler starts nothing."""
+AWAY_TEXT = "srun: error: Unable to confirm allocation: Unable to contact slurm controller"
+AWAY = ("/bin/sh", "-c", f"echo '{AWAY_TEXT}' >&2; exit 1")
+
 
 class EquippedCluster(ChaosCluster):
-    """A cluster whose processes are forked from the host at ``job.warm``, if there is one."""
+    """A cluster whose processes are forked from the host at ``job.warm``, if there is one.
+
+    It fails as Slurm's launcher does while the controller is away: each srun ends at once.
+    """
 
     def __init__(self, job: JobFile) -> None:
         super().__init__(job)
         self._warm = job.warm
         self._trains_warm = job.command[1:3] == ("-m", TRAINING_MODULE)
         self._supervisor_warm = job.warm
+        self._away = job.place / AWAY_NAME
 
     def check_world(self, ranks: int) -> None:
-        """Whoever runs many cases has tried MPI once."""
+        """Fail while the scheduler is away; whoever runs many cases has tried MPI once."""
+        if self._away.exists():
+            raise MissingEnvironmentError(f"there is no MPI world: {AWAY_TEXT}")
+
+    def is_away(self, text: str) -> bool:
+        """Whether a failure is the scheduler's; see Launcher."""
+        return is_away(text)
+
+    def leaving(self) -> dict[str, str] | None:
+        """No node leaves; nobody says so while the scheduler is away."""
+        return None if self._away.exists() else {}
+
+    def start_world(self, placements: Sequence[Placement], log_path: Path) -> WorldProcess:
+        """Start a world; see Launcher."""
+        if self._away.exists():
+            placements = [Placement(*one)._replace(argv=AWAY) for one in placements]
+        return super().start_world(placements, log_path)
 
     def forks(self, role: str) -> bool:
         """Whether processes in a role are forked."""
@@ -50,6 +79,8 @@ class EquippedCluster(ChaosCluster):
     ) -> LocalProcess:
         """Start or fork a process on a node; see Launcher."""
         role = role_of_command(argv)
+        if self._away.exists():
+            return super().start(node, AWAY, env, log_path, stdin)
         if not self.forks(role):
             return super().start(node, argv, env, log_path, stdin)
         words = list(argv)

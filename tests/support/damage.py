@@ -64,7 +64,7 @@ def regions(arena: Arena, record: SealedRecord, slot: int) -> Iterator[Region]:
 
 
 FAULTS = (
-    *("flip-data", "flip-parity", "flip-digest", "flip-padding", "flip-header"),
+    *("flip-data", "flip-parity", "flip-digest", "flip-padding", "flip-header", "padding"),
     *(
         "arena-header",
         "slot-header",
@@ -87,7 +87,7 @@ _FLIPPED = {
     "flip-header": SLOT_HEADER,
     "magic": PREAMBLE,
 }
-_OVERWRITTEN = {"slot-header": SLOT_HEADER, "arena-header": ARENA_HEADER}
+_OVERWRITTEN = {"slot-header": SLOT_HEADER, "arena-header": ARENA_HEADER, PADDING: PADDING}
 _PAGE = 4096
 
 
@@ -114,15 +114,22 @@ def _change_bytes(path: Path, fault: str, chance: random.Random) -> str:
     name = _OVERWRITTEN.get(fault) or _FLIPPED[fault]
     with Arena.open(path) as arena:
         slot = _newest(arena)
-        record = arena.slot(slot).record
-        if record is None:
+        every = range(arena.geometry.slot_count) if fault == PADDING else [slot]
+        records = {number: arena.slot(number).record for number in every}
+        if records[slot] is None:
             raise ValueError(f"slot {slot} of {path} was just given up")
-        found = [region for region in regions(arena, record, slot) if region.name == name]
+        found = [
+            region
+            for number, record in records.items()
+            if record is not None
+            for region in regions(arena, record, number)
+            if region.name == name
+        ]
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         if fault in _OVERWRITTEN:
             for place in found:
                 memory[place.start : place.stop] = chance.randbytes(place.stop - place.start)
-            return f"both copies of the {name} of {path.name} overwritten (slot {slot})"
+            return f"all of the {name} of {path.name} overwritten (slots {sorted(records)})"
         at, bit = chance.randrange(found[0].start, found[0].stop), chance.randrange(8)
         memory[at] ^= 1 << bit
     return f"bit {bit} of byte {at} of {path.name} flipped: {name} of slot {slot}"

@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.core import procfs
+from megatron_ft.core.environment import JOB
+
 TOOLS = ("mkfs.ext4", "fsfreeze", "mount", "umount")
 
 
@@ -37,12 +40,27 @@ class FrozenDisk:
             self.frozen = False
 
 
+def can_freeze() -> bool:
+    """Whether this user may mount, and has what it takes."""
+    return os.geteuid() == 0 and all(shutil.which(tool) is not None for tool in TOOLS)
+
+
+def stuck(job: str) -> list[int]:
+    """Processes of a job that wait for a disk (state D in proc(5))."""
+    return [
+        pid
+        for pid in procfs.own_processes()
+        if procfs.read_environment(pid).get(JOB) == job
+        and procfs.read_status(pid).get("State", "").startswith("D")
+    ]
+
+
 @contextmanager
-def freezable(folder: Path, mebibytes: int = 16) -> Iterator[FrozenDisk]:
+def freezable(folder: Path, mebibytes: int = 16, name: str = "mounted") -> Iterator[FrozenDisk]:
     """Mount one in ``folder``; the test is skipped where that cannot be."""
-    if os.geteuid() != 0 or any(shutil.which(tool) is None for tool in TOOLS):
+    if not can_freeze():
         pytest.skip("cannot freeze a file system: needs root, fsfreeze and mkfs.ext4")
-    image, place = folder / "disk.img", folder / "mounted"
+    image, place = folder / "disk.img", folder / name
     with open(image, "wb") as file:
         file.truncate(mebibytes << 20)
     subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", str(image)], check=True)

@@ -26,6 +26,9 @@ from megatron_ft.trainer.state import RngState
 
 WIDTH = 96
 
+ENDS = {"": True, "early": False, "unknown": None}
+"""What ranks say of the end at the file to stop, by its text: whether their plan is done."""
+
 
 def build(rank: int) -> dict[str, Any]:
     """Model, optimizer, a buffer of this rank's own, and its generators."""
@@ -116,7 +119,7 @@ def train(options: argparse.Namespace, trace: Trace) -> None:
             snapshots.save(iteration, followed)
         time.sleep(max(0.0, started + options.seconds - time.monotonic()))
     if snapshots is not None:
-        snapshots.close(finished=True)
+        snapshots.close(finished=ENDS[options.stop.read_text()] if last else True)
 
 
 if __name__ == "__main__":

@@ -8,23 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.core import procfs
-from megatron_ft.core.environment import JOB
 from tests.support.disk_jobs import of_kind, wait_for, wait_until
-from tests.support.frozen_disk import freezable
+from tests.support.frozen_disk import freezable, stuck
 from tests.support.jobs import Job, Result, difference
 
 pytestmark = pytest.mark.usefixtures("warm_trainers")
-
-
-def stuck(job: Job) -> list[int]:
-    """Processes of the job that wait for a disk (state D in proc(5))."""
-    return [
-        pid
-        for pid in procfs.own_processes()
-        if procfs.read_environment(pid).get(JOB) == job.name
-        and procfs.read_status(pid).get("State", "").startswith("D")
-    ]
 
 
 def test_a_disk_that_hangs_costs_drains_and_neither_a_restart_nor_the_end(
@@ -44,13 +32,13 @@ def test_a_disk_that_hangs_costs_drains_and_neither_a_restart_nor_the_end(
         def strike(job: Job) -> None:
             wait_for(job, "drained")
             disk.freeze()
-            wait_until(job, lambda: bool(stuck(job)), "for a drain that hangs")
+            wait_until(job, lambda: bool(stuck(job.name)), "for a drain that hangs")
             os.kill(job.trainers()[0], signal.SIGKILL)
             wait_for(job, "recovered")
             wait_for(job, "drain_hangs")
 
         job.run((8, strike))
-        assert stuck(job), "the disk has answered"
+        assert stuck(job.name), "the disk has answered"
         assert not difference(job.result(), two), job.story()
         assert {source for _, source in job.restores()} == {"own memory"}, job.story()
         kinds = job.kinds()

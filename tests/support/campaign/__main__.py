@@ -26,7 +26,7 @@ import msgspec
 from megatron_ft.cli.chaos.job import ChaosSettings
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
-from tests.support.campaign.plan import SCHEMES, JobPlan, jobs
+from tests.support.campaign.plan import SCHEMES, WEIGHTS, JobPlan, jobs
 from tests.support.campaign.rule import OUTCOMES
 from tests.support.campaign.run import EpisodeResult, Limits, run_campaign, table
 from tests.support.chaos_cluster import CLUSTER_CLASS
@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=1, help="at once (%(default)s)")
     parser.add_argument("--job", type=int, help="only the job of this number")
     parser.add_argument("--protect", help="protection of all jobs (default: every scheme in turn)")
+    parser.add_argument("--kinds", help="only faults that begin so, with commas between")
     parser.add_argument("--lease-seconds", type=float, default=4.0, help="(%(default)s)")
     parser.add_argument(
         "--limit-seconds", type=float, default=60.0, help="longest wait (%(default)s)"
@@ -61,7 +62,10 @@ def main(words: Sequence[str] | None = None) -> int:
         raise ConfigError("--minutes, --jobs and --faults are numbers above 0")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it leaves nothing either
     schemes = (str(Scheme.parse(arguments.protect)),) if arguments.protect else SCHEMES
-    plans = jobs(arguments.seed, schemes)
+    begins = tuple((arguments.kinds or "").split(","))
+    if not any(kind.startswith(begins) for kind in WEIGHTS):
+        raise ConfigError(f"--kinds: no fault begins so; there are {', '.join(WEIGHTS)}")
+    plans = jobs(arguments.seed, schemes, begins)
     if arguments.job is not None:
         plans = itertools.islice(plans, arguments.job, arguments.job + 1)
     folder = Path(tempfile.mkdtemp(prefix="mft-chaos-"))
@@ -104,6 +108,7 @@ def line(result: EpisodeResult, arguments: argparse.Namespace) -> str:
     again = ["python", "-m", "tests.support.campaign", "--seed", str(arguments.seed)]
     again += ["--job", str(job.number)]
     again += ["--protect", arguments.protect] if arguments.protect else []
+    again += ["--kinds", arguments.kinds] if arguments.kinds else []
     return "\n".join(
         [
             head,

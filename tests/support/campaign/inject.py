@@ -9,17 +9,22 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from megatron_ft.cli.chaos.follow import Follower
+from megatron_ft.cli.chaos.follow import Follower, until
 from megatron_ft.cli.chaos.inject import RETURN_SECONDS, Injector, send
 from megatron_ft.core.environment import SOCKET_NAME
 from megatron_ft.core.errors import ArenaError
 from megatron_ft.smp.node_folder import STATE_NAME
 from megatron_ft.smp.processes import WRITERS_NAME
 from tests.support import damage
-from tests.support.campaign.plan import ENCODERS_AWAY, DrawnFault
+from tests.support.campaign.plan import ENCODERS_AWAY, SCHEDULER_AWAY, DrawnFault
+from tests.support.chaos_cluster import AWAY_NAME
+from tests.support.frozen_disk import FrozenDisk, stuck
 
 START_SECONDS = 10.0
 """So long trainers are given to be started again, before the fault strikes all the same."""
+
+DRAIN_SECONDS = 15.0
+"""So long a drain is waited for, which is to be killed or to hang."""
 
 KEPT_AWAY = 0.15
 """Encoders that are kept away are looked for this often, in seconds, and killed."""
@@ -28,12 +33,15 @@ KEPT_AWAY = 0.15
 class CampaignInjector(Injector):
     """Strikes one job.
 
-    ``restarts`` is the moment after which trainers must have been started anew, if they must.
+    ``restarts`` is the moment after which trainers must have been started anew, ``drains`` that
+    after which a drain must have been completed, if they must.  While the file ``stop`` is there
+    training stops itself.  ``disk`` is what the job drains to, if it can be frozen.
     """
 
-    def __init__(self, follower: Follower) -> None:
+    def __init__(self, follower: Follower, limit: float, disk: FrozenDisk | None) -> None:
         super().__init__(follower)
-        self.restarts = 0.0
+        self.restarts = self.drains = 0.0
+        self.stop, self.disk, self._limit = self.job.place / "stop", disk, limit
         self._active = self.job.node_names[: self.job.nodes]
 
     async def strike(self, fault: DrawnFault) -> None:
@@ -51,6 +59,16 @@ class CampaignInjector(Injector):
             self._lose_nodes(fault, self.job.parity + (what == "too-many"))
         elif kind == "arena":
             await self._damage(what, node, fault)
+        elif kind == "exit":
+            self._exit(what)
+        elif kind == "cut":
+            if what == "last-drain":
+                self._exit("early" if fault.seed % 2 else "unknown")
+            await self._cut_drain(fault)
+        elif fault.kind == "hang-disk":
+            await self._hang_disk()
+        elif fault.kind == SCHEDULER_AWAY:
+            self._keep_scheduler_away(fault, node)
         elif fault.kind == ENCODERS_AWAY:
             await self._keep_encoders_away(fault.seconds)
         else:
@@ -131,7 +149,7 @@ class CampaignInjector(Injector):
             if older:
                 await asyncio.sleep(0.5)
             # Before it is done: whoever sees it may answer at once.
-            lost = () if what in ("flip-header", "flip-padding") else (node,)
+            lost = () if what in ("flip-header", "flip-padding", "padding") else (node,)
             self._record(f"{what} in the arena of {node}", lost=lost, perhaps=(node,), away=False)
             if older:
                 damage.put_back(paths[0], older)
@@ -139,7 +157,11 @@ class CampaignInjector(Injector):
                 damage.damage(paths[0], what, random.Random(fault.seed))
         except (OSError, ArenaError, ValueError) as error:
             self._record(f"no damage to an arena of {node}: {error}", away=False)
-        self._follow(fault.then, node)
+        if what == "padding" and fault.seed % 2:
+            # It shows in the snapshots of trainers that do not start anew, of every slot.
+            self.later(RETURN_SECONDS, lambda: None, "a second of snapshots")
+        else:
+            self._follow(fault.then, node)
 
     def _follow(self, then: str, node: str) -> None:
         """Make damage show.  A second node is lost only where parity is for two."""
@@ -168,6 +190,62 @@ class CampaignInjector(Injector):
         finally:
             keeper.cancel()
         self.quiet = time.monotonic()
+
+    def _keep_scheduler_away(self, fault: DrawnFault, node: str) -> None:
+        """Nothing can be started for a while; something ends that has to be."""
+        victim = random.Random(fault.seed).choice(["trainers", "smp", "world", "supervisor"])
+        self._record(f"the scheduler away for {fault.seconds:.1f} s", away=False)
+        away = self.job.place / AWAY_NAME
+        away.touch()
+        self.later(fault.seconds, lambda: away.unlink(missing_ok=True), "the scheduler back")
+        self._kill(victim, node)
+
+    def _exit(self, word: str) -> None:
+        """Training stops itself, and says this word of its plan; see ENDS of its program."""
+        self._record(f"training stops itself ({word})", away=False)
+        self.restarts = self.quiet
+        text = self.stop.with_suffix(".text")
+        text.write_text(word)
+        text.replace(self.stop)
+
+    async def _cut_drain(self, fault: DrawnFault) -> None:
+        """Kill the next drain half way."""
+        await self._expect(lambda: bool(self.pids("drain")))
+        await asyncio.sleep(random.Random(fault.seed).uniform(0.0, 0.3))
+        self._kill("drain", "")
+        self.drains = self.quiet
+
+    async def _hang_disk(self) -> None:
+        """Trainers start anew while a drain hangs in the kernel, where no signal reaches it."""
+        if self.disk is None:
+            self._record("no disk that can be frozen", away=False)
+            return
+        self.disk.freeze()
+        try:
+            await self._expect(lambda: bool(stuck(self.job.name)))
+            self._record(f"{len(stuck(self.job.name))} drains hang on a frozen disk", away=False)
+            self._kill("trainers", "")
+            await until(self._trains_again, self._limit, lambda: f"training; {self.missing()}")
+        finally:
+            self.disk.thaw()
+        self.drains = self.quiet = time.monotonic()
+
+    async def _expect(self, condition: Callable[[], bool]) -> None:
+        """Wait for a drain's process, in vain where the job has other things to do."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while not condition() and time.monotonic() < deadline and self.follower.process.alive():
+            await asyncio.sleep(0.01)
+
+    def _trains_again(self) -> bool:
+        self.follower.read()
+        ended = not self.follower.process.alive()
+        return ended or self.follower.count("training", self.restarts) > 0
+
+    def tidy(self) -> None:
+        """Leave nothing; see Injector.  No process ends on a disk that is frozen."""
+        if self.disk is not None:
+            self.disk.thaw()
+        super().tidy()
 
     def _remove_socket(self, node: str) -> None:
         self._record(f"the socket of {node} removed", perhaps=(node,), away=False)

@@ -23,7 +23,7 @@ KILLS = {
     "kill-encoder": "an encoder is killed",
     "kill-world": "the encoder world is killed with its launcher",
     "kill-supervisor": "the supervisor is killed; the command is run again",
-    "kill-drain": "the process that drains is killed",
+    "kill-drain": "the process that drains is killed, if one runs just then",
 }
 SUSPENSIONS = {
     "stop-trainer": "a trainer is suspended for a while",
@@ -42,6 +42,16 @@ FILES = {
     "damage-writers": "writers.json of a node is damaged, and its SMP killed",
     "damage-node-file": "node.json of a node is damaged, and its SMP killed",
 }
+EXITS = {
+    "exit-early": "training stops itself before its planned end; the command is run again",
+    "exit-unknown": "the same, and training does not say whether its plan is done",
+}
+DISKS = {
+    "cut-drain": "the next drain is killed half way",
+    "cut-last-drain": "training stops itself, and the drain of what memory holds is killed",
+    "hang-disk": "the drains' file system is frozen, and trainers are killed",
+}
+SCHEDULER_AWAY = "scheduler-away"
 ENCODERS_AWAY = "encoders-away"
 DAMAGE = tuple(f"arena-{fault}" for fault in (*damage.FAULTS, "stale"))
 
@@ -52,9 +62,16 @@ WEIGHTS: Mapping[str, float] = {
     "lose-too-many": 1.0,
     **dict.fromkeys(FILES, 1.0),
     **dict.fromkeys(DAMAGE, 1.0),
+    "arena-padding": 3.0,
+    **dict.fromkeys(EXITS, 2.0),
+    **dict.fromkeys(DISKS, 3.0),
+    SCHEDULER_AWAY: 4.0,
     ENCODERS_AWAY: 4.0,
 }
 """Every kind of random fault, and how often it is drawn in relation to the others."""
+
+OF_DRAINS = {"kill-drain", *DISKS}
+"""Kinds that only jobs with drains suffer."""
 
 THEN = ("trainers", "node", "supervisor", "nothing")
 """Events that make damage show: trainers start anew, another node is lost, or the supervisor is."""
@@ -89,6 +106,11 @@ class Episode:
         return f"{self.second.kind}, in a recovery" if self.second else self.first.kind
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """Those of its faults."""
+        return (self.first.kind, *([self.second.kind] if self.second else []))
+
+    @property
     def faults(self) -> int:
         """So many."""
         return (self.first.kind != START_KIND) + (self.second is not None)
@@ -116,21 +138,31 @@ class JobPlan:
         """Nodes that train: one stripe."""
         return Scheme.parse(self.protect).members
 
+    @property
+    def hangs(self) -> bool:
+        """Whether its disk is frozen at some time."""
+        return any("hang-disk" in episode.kinds for episode in self.episodes)
+
     def __str__(self) -> str:
         """The job in a few words."""
         drains = "drains" if self.drains else "no drains"
         return f"{self.protect} {self.transport} {self.spares}sp {self.slots}sl {drains}"
 
 
-def jobs(seed: int, protect: Sequence[str] = SCHEMES) -> Iterator[JobPlan]:
+def jobs(
+    seed: int, protect: Sequence[str] = SCHEMES, begins: tuple[str, ...] = ("",)
+) -> Iterator[JobPlan]:
     """The endless list of jobs that a seed stands for; the same on every machine.
 
-    Schemes and transports follow each other in turn, so that a short campaign has them all.
+    Schemes and transports follow each other in turn, so that a short campaign has them all.  Only
+    faults are drawn whose names begin with one of ``begins``.
     """
+    weights = {kind: weight for kind, weight in WEIGHTS.items() if kind.startswith(begins)}
     for number in itertools.count():
         chance = random.Random(f"megatron-ft chaos --random {seed} {number}")
         turn, place = divmod(number, len(protect))
-        drains = chance.random() < 0.5
+        drains = chance.random() < 0.5 or OF_DRAINS >= weights.keys()
+        possible = {k: w for k, w in weights.items() if drains or k not in OF_DRAINS}
         yield JobPlan(
             number=number,
             protect=protect[place],
@@ -138,18 +170,17 @@ def jobs(seed: int, protect: Sequence[str] = SCHEMES) -> Iterator[JobPlan]:
             spares=chance.randint(0, 2),
             slots=chance.randint(2, 3),
             drains=drains,
-            episodes=tuple(_episode(chance, drains) for _ in range(FAULTS_PER_JOB)),
+            episodes=tuple(_episode(chance, possible) for _ in range(FAULTS_PER_JOB)),
         )
 
 
-def _episode(chance: random.Random, drains: bool) -> Episode:
-    first = _fault(chance, drains, longest_wait=1.0)
+def _episode(chance: random.Random, possible: Mapping[str, float]) -> Episode:
+    first = _fault(chance, possible, longest_wait=1.0)
     again = chance.random() < 0.2
-    return Episode(first, _fault(chance, drains, longest_wait=3.0) if again else None)
+    return Episode(first, _fault(chance, possible, longest_wait=3.0) if again else None)
 
 
-def _fault(chance: random.Random, drains: bool, longest_wait: float) -> DrawnFault:
-    possible = {k: w for k, w in WEIGHTS.items() if drains or k != "kill-drain"}
+def _fault(chance: random.Random, possible: Mapping[str, float], longest_wait: float) -> DrawnFault:
     return DrawnFault(
         kind=chance.choices(list(possible), list(possible.values()))[0],
         wait=chance.uniform(0.0, longest_wait),

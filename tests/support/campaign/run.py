@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,12 +23,14 @@ from megatron_ft.cli.chaos.trace import Lines, read_traces
 from tests.support.campaign.inject import CampaignInjector
 from tests.support.campaign.plan import START, Episode, JobPlan
 from tests.support.campaign.rule import Ruling, rule
+from tests.support.frozen_disk import can_freeze, freezable
 
 ITERATIONS = 4000
 """Of one job: more than it trains while it suffers all of its faults."""
 
 MOST_SUPERVISORS = 200
 SNAPSHOT_INTERVAL, DRAIN_INTERVAL = 4, 40
+DISK_MIB = 64
 
 
 @dataclass(frozen=True)
@@ -173,10 +176,18 @@ class _Job:
             transport=plan.transport,
         )
         self.follower = Follower(self.job, MOST_SUPERVISORS)
-        self.striker = CampaignInjector(self.follower)
         self._end = ""
 
     async def run(self, limits: Limits, on_result: OnResult) -> None:
+        with ExitStack() as opened:
+            disk = None
+            if self.plan.hangs and can_freeze():
+                place = self.job.drain_dir
+                disk = opened.enter_context(freezable(place.parent, DISK_MIB, place.name))
+            self.striker = CampaignInjector(self.follower, self.limit, disk)
+            await self._run(limits, on_result)
+
+    async def _run(self, limits: Limits, on_result: OnResult) -> None:
         self.follower.start()
         try:
             for number, episode in enumerate((START, *self.plan.episodes)):
@@ -202,8 +213,8 @@ class _Job:
                 await asyncio.sleep(episode.second.wait)
                 await striker.strike(episode.second)
             await until(lambda: self._settled() or self._over(), self.limit, self.striker.missing)
-            for _ in range(2):
-                if self._end == "stopped" and follower.last_error()[0] == "NoSpareError":
+            for _ in range(3):
+                if self._to_be_continued():
                     await self._again()
             end = self._end or end
         except TimeoutError as error:
@@ -234,10 +245,17 @@ class _Job:
             follower.tail(20),
         )
 
+    def _to_be_continued(self) -> bool:
+        """Whether the job stopped for want of a node, or training stopped itself as told."""
+        if self._end == "stopped":
+            return self.follower.last_error()[0] == "NoSpareError"
+        return self._end == "finished" and self.striker.stop.exists()
+
     async def _again(self) -> None:
-        """The job stopped for want of a node.  Nodes are back, and the user runs it again."""
+        """Nodes are back, training is not told to stop any more, and the user runs it again."""
         await until(lambda: not self.striker.curing(), self.limit, self.striker.missing)
         self._end = ""
+        self.striker.stop.unlink(missing_ok=True)
         self.striker.restarts = time.monotonic()
         self.follower.start()
         await until(lambda: self._settled() or self._over(), self.limit, self.striker.missing)
@@ -251,6 +269,10 @@ class _Job:
         """Whether the job trains and has protected snapshots since the last thing done to it."""
         striker, follower = self.striker, self.follower
         if striker.curing() or follower.count("training", striker.restarts) == 0:
+            return False
+        if striker.stop.exists() or (
+            striker.drains and not follower.count("drained", striker.drains)
+        ):
             return False
         return follower.protected_commits(max(striker.quiet, striker.restarts)) >= 2
 
