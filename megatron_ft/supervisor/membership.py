@@ -11,6 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Collection, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from msgspec.structs import replace
@@ -20,6 +21,7 @@ from megatron_ft.core.errors import (
     ControlPlaneError,
     MegatronFTError,
     NoRoomError,
+    SchedulerAwayError,
     StaleIncarnationError,
 )
 from megatron_ft.core.scheme import Scheme
@@ -420,7 +422,7 @@ class Membership:
     async def _reachable(self) -> list[str]:
         """Nodes whose SMP runs, started where it does not; their links are connected."""
         nodes = self._launcher.nodes()
-        there = await asyncio.gather(*(self._connect(node) for node in nodes))
+        there = await self._connect_all(nodes)
         self._coordinator.forget_silence()
         quiet = await self._quiet(self._heard)
         return [n for n in itertools.compress(nodes, there) if n not in quiet]
@@ -428,7 +430,8 @@ class Membership:
     async def answering(self, nodes: Collection[str]) -> list[str]:
         """Those of these nodes whose SMP answers; it is started where none runs."""
         links = self._coordinator.links
-        await asyncio.gather(*(self._connect(node) for node in nodes if node not in links))
+        with suppress(SchedulerAwayError):
+            await self._connect_all([node for node in nodes if node not in links])
         quiet = await self._quiet(set(nodes) - set(self.active))
         return [node for node in nodes if node in links and node not in quiet]
 
@@ -443,12 +446,23 @@ class Membership:
             self._give_up(node)
         return quiet
 
+    async def _connect_all(self, nodes: Sequence[str]) -> list[bool]:
+        """Whether each node is connected; SchedulerAwayError if only the scheduler is at fault."""
+        found = await asyncio.gather(*map(self._connect, nodes), return_exceptions=True)
+        # Not before all are done: a later try would start the same SMPs a second time.
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return [one is True for one in found]
+
     async def _connect(self, node: str) -> bool:
         if node in self.silent():
             self._give_up(node)
             return False
         try:
             endpoint = await self.smps.ensure(node)
+        except SchedulerAwayError:
+            raise
         except ControlPlaneError as error:
             # At the job's start a node that merely refuses is a mistake that the user can mend.
             if self._coordinator.incarnation == 0 and not isinstance(error, NodeUnreachable):

@@ -19,7 +19,7 @@ import msgspec
 
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import INCARNATION, TREE
-from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
+from megatron_ft.core.errors import ControlPlaneError, MegatronFTError, SchedulerAwayError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.process_tools import free_port, last_word, log_size
 from megatron_ft.core.startup import before_script
@@ -143,7 +143,8 @@ class SmpFleet:
     async def ensure(self, node: str) -> str:
         """Endpoint of the node's SMP, which is taken over or started as needed.
 
-        Raises NodeUnreachable for a lost node, ControlPlaneError if the SMP does not come up.
+        Raises NodeUnreachable for a lost node, SchedulerAwayError if nothing can be started now,
+        ControlPlaneError if the SMP does not come up.
         """
         place = self._state.record.smps.get(node)
         if not self.alive(node) and place is not None:
@@ -153,7 +154,7 @@ class SmpFleet:
                 place = None
         if place is not None and self.alive(node):
             return place.endpoint
-        return await self._start(node)
+        return await self._start_when_allowed(node)
 
     async def ended(self) -> list[str]:
         """Wait until an SMP ends; the nodes of all that have.  For ever where there is none."""
@@ -184,6 +185,18 @@ class SmpFleet:
     def forget(self, node: str) -> None:
         """The node is lost, and its SMP with it."""
         self._handles.pop(node, None)
+
+    async def _start_when_allowed(self, node: str) -> str:
+        """Start one.  SchedulerAwayError if the scheduler is at fault, and not this node."""
+        try:
+            return await self._start(node)
+        except ControlPlaneError as error:
+            if not self._launcher.is_away(str(error)):
+                raise
+            if await asyncio.to_thread(self._launcher.leaving) is None:
+                raise SchedulerAwayError(str(error), node) from error
+        # The scheduler answers: it has just come back, or it is the node that starts nothing.
+        return await self._start(node)
 
     async def _start(self, node: str) -> str:
         record = self._state.record
