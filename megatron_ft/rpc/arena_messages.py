@@ -31,6 +31,13 @@ class Attached(Message, frozen=True):
     shard_id: ShardId
 
 
+class Unattached(Message, frozen=True):
+    """The trainer cannot use its new arena, and captures nothing; it tries again at each Renewed."""
+
+    shard_id: ShardId
+    reason: str
+
+
 class CheckRoom(Message, frozen=True):
     """Ask if arenas of ``room`` bytes could be made here beside those that SetAside leaves.
 

@@ -16,7 +16,7 @@ import msgspec
 from megatron_ft.arena.format import SlotHeader
 from megatron_ft.core.identity import Ancestor, Count, Iteration, ShardId, SnapshotId
 from megatron_ft.rpc import node_messages as node
-from megatron_ft.rpc.arena_messages import Attached, Outgrown
+from megatron_ft.rpc.arena_messages import Attached, Outgrown, Unattached
 from megatron_ft.rpc.heartbeat_page import PulseReport
 from megatron_ft.rpc.node_messages import Message, Name, Seconds, StripeOrder
 
@@ -449,6 +449,7 @@ EventBody = (
     | node.Prepare
     | Outgrown
     | Attached
+    | Unattached
     | node.Sealed
     | node.Missed
     | node.Abandoned

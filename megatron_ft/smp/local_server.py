@@ -31,7 +31,7 @@ RESTORE_TIMEOUT_SECONDS = 50.0
 
 PASSED_ON = (
     *(m.Restored, m.Declined, m.Ending, m.CorruptShard, m.Unfit),
-    *(m.CaptureCost, m.Slowed, m.Outgrown, m.Attached),
+    *(m.CaptureCost, m.Slowed, m.Outgrown, m.Attached, m.Unattached),
 )
 """Messages of trainers that the coordinator alone decides upon."""
 

@@ -69,6 +69,7 @@ KINDS: Mapping[str, str] = {
     "health_unknown": "the health command has said nothing of a node",
     "avoided": "a node caused two failures in a row",
     "no_room": "a node has too little memory for its part",
+    "not_attached": "a rank cannot use its larger arena: no snapshots are taken until it can",
     "spare": "a spare takes the place of a node",
     "spare_lost": "a spare is lost",
     "crowded": "a stripe has more members in a failure domain than it can lose",

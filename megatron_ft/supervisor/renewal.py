@@ -64,6 +64,7 @@ class ArenaRenewal:
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _renewed_at: Committed | None = None
     _told: str = ""
+    _unattached: dict[str, str] = field(default_factory=dict)
 
     def begin(self, stripes: tuple[StripeState, ...], slot_counts: tuple[int, ...]) -> None:
         """Snapshots are about to be permitted, into arenas of these stripes."""
@@ -80,6 +81,8 @@ class ArenaRenewal:
             self._away.discard(body.shard_id)
             if not self._away:
                 self._arrived.set()
+        elif isinstance(body, m.Unattached):
+            self._warn_of(body)
 
     async def serve(self) -> None:
         """Make what is asked for, until cancelled.
@@ -98,6 +101,21 @@ class ArenaRenewal:
             if self._may_begin():
                 await self._renew(cycle, larger)
             self.coordinator.hold_for_renewal(holding=False)
+
+    def _warn_of(self, unattached: m.Unattached) -> None:
+        """Say once for each reason why no snapshots are taken."""
+        shard, reason = unattached.shard_id, unattached.reason
+        if self._unattached.get(shard) == reason:
+            return
+        self._unattached[shard] = reason
+        self.coordinator.observers.emit(
+            "not_attached",
+            f"{shard} cannot use its larger arena ({reason}): no rank's snapshots are taken until "
+            f"it can. Training continues, and the newest snapshot stays. It is tried again every "
+            f"{TELL_SECONDS:g} s: give the rank what it lacks; after a restart of its process it "
+            "resumes from that snapshot",
+            shard=shard,
+        )
 
     def _may_begin(self) -> bool:
         """True unless a snapshot that sources alone could replace is not as safe as theirs yet.

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.core.identity import Ancestor
+from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.orders import create_requests, file_bytes
-from megatron_ft.supervisor.renewal import enlarged
+from megatron_ft.supervisor.renewal import ArenaRenewal, enlarged
 
 BLOCK = 4096
 STRIPES = (
@@ -35,3 +40,24 @@ def test_every_shard_has_room_and_no_stripe_more_than_it_needs(wanted: dict[str,
 def test_the_file_of_an_arena_has_parity_and_all_slots() -> None:
     requests = create_requests(STRIPES, 1, (Ancestor(1, None),), 2)
     assert file_bytes(requests["a"]) > 2 * (4 + 2) * BLOCK > file_bytes(requests["d"]) - 6 * 32768
+
+
+def test_a_rank_that_cannot_use_its_arena_is_named_once_for_each_reason() -> None:
+    said: list[JobEvent] = []
+    observers = Observers()
+    observers.add(said.append)
+    none: Any = None
+    renewal = ArenaRenewal(
+        plan=none,
+        state=none,
+        coordinator=cast(Any, SimpleNamespace(observers=observers)),
+        members=none,
+        registration=none,
+        drains=none,
+    )
+    for reason in ("no memory", "no memory", "no device"):
+        body = m.Unattached("pp0-tp0-dp1-ep0", reason)
+        renewal.on_event(m.NodeEvent("n0", 1, body))
+    assert [event.kind for event in said] == ["not_attached", "not_attached"]
+    assert "pp0-tp0-dp1-ep0 cannot use its larger arena (no memory)" in said[0].text
+    assert "tried again every 5 s" in said[0].text and "no device" in said[1].text
