@@ -12,8 +12,11 @@ import json
 import os
 
 from megatron_ft.cli import run
+from megatron_ft.cli.contents import rule
 from megatron_ft.cli.training_command import command_of, settle, sources_of
 from megatron_ft.config import SETTINGS
+from megatron_ft.config.flags import read_command
+from megatron_ft.config.json_section import read_command as read_section
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,4 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     for name, text, place in rows:
         print(f"{name:{widths[0]}}  {text:{widths[1]}}  {place}")
+    section = read_section(command)
+    deepspeed = section is not None and section.enabled
+    print(rule(megatron=read_command(command).enabled, deepspeed=deepspeed))
     return 0

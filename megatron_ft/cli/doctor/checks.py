@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping
 
 from megatron_ft.arena.limits import format_bytes
+from megatron_ft.cli.contents import rule
 from megatron_ft.cli.doctor import node_checks
 from megatron_ft.cli.doctor.facts import Facts, SharedFolder, Wishes, WorldFacts
 from megatron_ft.cli.doctor.report import Finding, Severity, by_node, ok, refuse, warn
@@ -265,11 +266,18 @@ def _room(facts: Facts) -> list[Finding]:
     return [ok(text)]
 
 
+def contents(facts: Facts) -> list[Finding]:
+    """What snapshots hold: the rule, as no model is known."""
+    wishes = facts.wishes
+    return [ok(rule(megatron=wishes.megatron, deepspeed=wishes.deepspeed))]
+
+
 CHECKS: Mapping[str, Callable[[Facts], Iterable[Finding]]] = {
     "nodes": reachable,
     "spares": spares,
     "protection": protection,
     "fewer nodes": fewer,
+    "contents": contents,
     "slurm": slurm,
     "steps": steps,
     "versions": node_checks.frameworks,

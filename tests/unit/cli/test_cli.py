@@ -160,6 +160,26 @@ def test_config_shows_each_setting_and_where_it_was_given(
     assert found["slots"] == {"value": "auto", "unit": "snapshots", "from": "default"}
 
 
+def test_config_says_what_will_be_captured_derived_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = tmp_path / "ds.json"
+    section.write_text('{"inmem_snapshot": {"enabled": true}}')
+    said = {}
+    for client, words in {
+        "mapping": ["loop.py"],
+        "megatron": ["pretrain_gpt.py", "--inmem-snapshot"],
+        "deepspeed": ["train.py", "--deepspeed_config", str(section)],
+    }.items():
+        assert cli.main(["config", "--", "python", *words]) == 0
+        (said[client],) = (
+            line for line in capsys.readouterr().out.splitlines() if line.startswith("captured: ")
+        )
+        assert "; derived in a restore: " in said[client] and "; left out: " in said[client]
+    assert "state mapping" in said["mapping"] and "leave_out" in said["mapping"]
+    assert "client_state" in said["deepspeed"] and "client_state" not in said["megatron"]
+
+
 def test_the_package_can_be_run_as_a_module() -> None:
     command = [sys.executable, "-m", "megatron_ft", "--version"]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)

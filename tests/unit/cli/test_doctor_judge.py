@@ -317,3 +317,14 @@ def test_a_grace_time_that_preemption_does_not_use_is_seen(
     shown = CONFIG.format(mode, parameters), PARTITION.format(grace, own)
     assert loses_grace(*shown) is lost
     assert not loses_grace("", "")
+
+
+def test_the_rule_of_what_snapshots_hold_is_that_of_the_framework() -> None:
+    def said(**given: bool) -> str:
+        found = judge(facts(wishes=wishes(**given)))
+        (text,) = (finding.text for finding in found if finding.check == "contents")
+        return text
+
+    assert "leave_out" in said(megatron=False, deepspeed=False)
+    assert "client_state" in said(megatron=False, deepspeed=True)
+    assert "masters" in said(megatron=True, deepspeed=False)
