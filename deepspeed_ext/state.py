@@ -8,7 +8,7 @@ as long as they are the masters, rounded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,9 +30,12 @@ from deepspeed_ext.optimizers.view import (
 from deepspeed_ext.state_parts import ModelTensors
 from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.core.shard import LogicalPlace
+from megatron_ft.trainer.coverage import Named, held_by_optimizer
+from megatron_ft.trainer.flat_coverage import derived_of, in_groups, members
 from megatron_ft.trainer.master_tensors import create_state
 from megatron_ft.trainer.module_tree import extra_states, load_extra_states
-from megatron_ft.trainer.state import host_copy, live_tensors, same_bits
+from megatron_ft.trainer.state import Lost, host_copy, live_tensors, same_bits
+from megatron_ft.trainer.uncaptured import uncaptured
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -40,8 +43,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OBJECTS_VERSION = 1
-OWN = frozenset(("version", "training", "groups", "numbers", "optimizer", "modules", "shared"))
+OWN = frozenset("version training groups numbers optimizer modules shared flags".split())
 """Names in ``objects`` that parts must not have."""
+
+_BESIDE = (
+    "make them submodules of the engine's model, or let deepspeed_ext.set_client_state give their "
+    "state; ignore this for what is loaded anew at each start and never changes"
+)
+_READERS = ("*DataLoaderIter",)
+"""Classes whose state has a warning of its own."""
 
 RANDOM = "random"
 """The part that is loaded last, because loading the others may draw."""
@@ -72,12 +82,7 @@ class EngineState:
 
     def rescan(self) -> None:
         """Read the optimizer anew: DeepSpeed has loaded a checkpoint of its own."""
-        self._description = None
-        self._masters = list(self._view.masters())
-        for master in self._masters:
-            create_state(master.inner, master.group, master.parameter)
-        self._kept = tensors_of(self._masters)
-        self._shared = shared_states(self._masters)
+        self._read_masters()
         self._model.refresh()
         self._unlike_masters = {w.name for w in self._view.weights() if not _follows(w)}
         if self._unlike_masters:
@@ -89,11 +94,45 @@ class EngineState:
             )
         self.refresh()
 
+    def _read_masters(self) -> None:
+        self._description = None
+        self._masters = list(self._view.masters())
+        for master in self._masters:
+            create_state(master.inner, master.group, master.parameter)
+        self._kept = tensors_of(self._masters)
+        self._shared = shared_states(self._masters)
+
     def refresh(self) -> None:
         """Read the model and the state of its optimizer as they are now."""
         self._model.refresh()
         weights = {weight.name: weight.tensor for weight in self._captured_weights()}
         self._tensors = {**self._model.frozen, **weights, **self._kept.tensors()}
+
+    def require_covered(self) -> None:
+        """ConfigError that names a tensor that trains and is neither captured nor derived."""
+        self.derived()
+
+    def derived(self) -> dict[str, torch.Tensor]:
+        """Low-precision weights that ``load`` makes of masters, where a parameter has memory."""
+        captured = [*self._found().values(), *self._model.buffers.values()]
+        captured += in_groups(self._view.inner)
+        return derived_of(self._held(), captured, self._view.derived())
+
+    def _held(self) -> Iterator[Named]:
+        """All that the engine's modules and its optimizer hold; of ZeRO-3 the partitions too."""
+        for name, tensor in members(lambda: [self._engine.module]):
+            yield f"model/{name}", tensor
+            if hasattr(tensor, "ds_tensor"):
+                yield f"model/{name} (its partition)", tensor.ds_tensor
+        yield from held_by_optimizer("optimizer", self._view.inner)
+
+    def beside(self) -> Lost:
+        """Objects with training state in this process that the engine does not know."""
+        wrapper = self._engine.optimizer
+        known = {"inner": self._view.inner, "wrapper": wrapper, "parts": self._parts}
+        known |= {name: getattr(self._engine, name, None) for name in state_parts.STATEFUL}
+        found = uncaptured(known, [tensor for _, tensor in self._held()], _READERS)
+        return Lost(found, _BESIDE)
 
     def forget_tensors(self) -> None:
         """Drop the tensors that ``refresh`` found: DeepSpeed is about to free their memory."""
@@ -142,9 +181,9 @@ class EngineState:
         }
 
     def replica_group(self, name: str) -> Any:
-        """The group of a weight that the snapshot holds and this state does not yet."""
+        """The group of a tensor that the snapshot holds and this state does not yet."""
         groups = {weight.name: weight.replicas for weight in self._view.weights()}
-        return groups.get(name)
+        return groups.get(name) or self._view.replica_group(name)
 
     def replaces(self, name: str) -> bool:
         """False: DeepSpeed has views of all of them."""
@@ -154,6 +193,8 @@ class EngineState:
         """Take weights that the snapshot holds because they did not follow from masters."""
         every = {weight.name: weight for weight in self._view.weights()}
         for name, stored in tensors.items():
+            if self._adopt(name, stored):
+                continue
             weight = every.get(name)
             if weight is None or weight.tensor.shape != stored.shape:
                 raise LayoutMismatchError(
@@ -162,6 +203,17 @@ class EngineState:
                 )
             weight.tensor.copy_(stored)
             self._unlike_masters.add(name)
+        self._read_masters()
+
+    def _adopt(self, name: str, stored: torch.Tensor) -> bool:
+        """Take what was frozen in the snapshot and is trained here, or the other way round."""
+        frozen = self._model.find_frozen(name)
+        if frozen is None:
+            return self._view.adopt(name, stored)
+        if frozen.shape != stored.shape or frozen.dtype != stored.dtype:
+            return False
+        frozen.detach().copy_(stored)
+        return True
 
     def _captured_weights(self) -> list[Weight]:
         """Those that are captured beside their masters, in the memory that they have now."""
@@ -215,6 +267,7 @@ class EngineState:
             "shared": dict(self._shared),
             "optimizer": host_copy(self._view.scalars()),
             "modules": host_copy(extra_states(self._model.tree.keeping)),
+            "flags": self._model.flags(self._view.inner.state),
         }
         return own | {name: part.state_dict() for name, part in self._parts.items()}
 
@@ -233,6 +286,9 @@ class EngineState:
                 f"the snapshot's objects have version {objects.get('version')}, this release "
                 f"reads {OBJECTS_VERSION}; restore with the release that took it"
             )
+        # Before all that goes by what is trained; snapshots of earlier releases have none.
+        if self._model.load_flags(objects.get("flags", {}), self._view.inner.state):
+            self._read_masters()
         share_states(self._masters, objects["shared"])
         self._shared = dict(objects["shared"])
         with torch.no_grad():

@@ -6,7 +6,8 @@ parameters that no optimizer owns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -75,6 +76,8 @@ def restore(engine: Any, captured: Mapping[str, Any]) -> None:
         set_fields(layer_drop, captured["layer_drop"])
 
 
+_TRAINED = attrgetter("requires_grad")
+
 BUFFER, FROZEN = "buffer/", "frozen/"
 """Begin the names of captured buffers and of parameters that no optimizer owns."""
 
@@ -93,6 +96,7 @@ class ModelTensors:
         self.buffers: dict[str, torch.Tensor] = {}
         self.frozen: dict[str, torch.Tensor] = {}
         self._find_owned = owned
+        self._sorted: tuple[Mapping[str, Any], list[str]] = {}, []
 
     def refresh(self) -> None:
         """Look at the model as it is now."""
@@ -106,6 +110,40 @@ class ModelTensors:
         }
         buffers = self.tree.buffers.items()
         self.buffers = {f"{BUFFER}{name}": as_captured(tensor) for name, tensor in buffers}
+
+    def find_frozen(self, name: str) -> torch.Tensor | None:
+        """What ``frozen`` would hold of a parameter by this name, whatever the optimizer owns."""
+        parameter = self.tree.parameters.get(name.removeprefix(FROZEN))
+        if parameter is None or not name.startswith(FROZEN):
+            return None
+        return as_captured(getattr(parameter, "ds_tensor", parameter))
+
+    def flags(self, kept: Mapping[Any, Any]) -> dict[str, bytes]:
+        """A byte for each parameter, in the order of names: whether it is to be trained, and
+        whether ``kept``, the state of the optimizer, has it.  In calls that loop in C."""
+        every, known = self._in_order(), set(map(id, kept))
+        return {
+            "trained": bytes(map(_TRAINED, every)),
+            "kept": bytes(map(known.__contains__, map(id, every))),
+        }
+
+    def load_flags(self, flags: Mapping[str, bytes], kept: MutableMapping[Any, Any]) -> bool:
+        """Set what ``flags`` gave, if it is of as many parameters; True if that changes any."""
+        every = self._in_order()
+        if flags == self.flags(kept) or len(flags.get("trained", b"")) != len(every):
+            return False
+        for parameter, trained, has in zip(every, flags["trained"], flags["kept"], strict=True):
+            if parameter.requires_grad != bool(trained):
+                parameter.requires_grad_(bool(trained))
+            if not has:
+                kept.pop(parameter, None)
+        return True
+
+    def _in_order(self) -> list[torch.nn.Parameter]:
+        every = self.tree.parameters
+        if self._sorted[0] is not every:
+            self._sorted = every, sorted(every)
+        return list(map(every.__getitem__, self._sorted[1]))
 
     def forget(self) -> None:
         """Let go of all tensors, until the next ``refresh``."""

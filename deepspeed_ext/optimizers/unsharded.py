@@ -11,8 +11,15 @@ from typing import Any
 import torch
 from torch import distributed
 
-from deepspeed_ext.optimizers.view import OptimizerView, OwnedMaster, Weight, group_names
+from deepspeed_ext.optimizers.view import (
+    MASTER,
+    OptimizerView,
+    OwnedMaster,
+    Weight,
+    group_names,
+)
 from megatron_ft.core.errors import ConfigError
+from megatron_ft.trainer.master_tensors import create_state, parameters, state_tensors
 
 
 class PlainView(OptimizerView):
@@ -32,14 +39,15 @@ class PlainView(OptimizerView):
         return self._wrapper
 
     def masters(self) -> Sequence[OwnedMaster]:
-        """One a trained parameter."""
+        """One a parameter that is trained, or was before it was frozen."""
         self._read_names()
-        return [
-            self._master(group, parameter, parameter)
-            for group in self.inner.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        ]
+        return [self._master(group, parameter, parameter) for group, parameter in self._trained()]
+
+    def _trained(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+        kept = self.inner.state
+        for group, parameter in parameters(self.inner):
+            if parameter.requires_grad or kept.get(parameter):
+                yield group, parameter
 
     def _master(
         self, group: dict[str, Any], parameter: torch.Tensor, master: torch.Tensor
@@ -63,18 +71,38 @@ class PlainView(OptimizerView):
         return []
 
     def owned(self) -> Iterable[torch.Tensor]:
-        """The trained parameters; ConfigError for one that is not in the model."""
-        owned = [
-            parameter
-            for group in self.inner.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        ]
+        """Those that have masters; ConfigError for one that is not in the model."""
+        owned = [parameter for _, parameter in self._trained()]
         if not self._names.keys() >= set(map(id, owned)):
             self._read_names()
             for parameter in owned:
                 self._name(parameter)
         return owned
+
+    def adopt(self, name: str, stored: torch.Tensor) -> bool:
+        """Take the state of a parameter that is frozen here, and was trained in the snapshot."""
+        found = self._find(name)
+        if found is None:
+            return False
+        group, parameter = found
+        create_state(self.inner, group, parameter)
+        own = {MASTER: parameter, **state_tensors(self.inner, parameter)}
+        tensor = own.get(name.rpartition("/")[2])
+        if tensor is None or tensor.shape != stored.shape or tensor.dtype != stored.dtype:
+            return False
+        tensor.detach().copy_(stored)
+        return True
+
+    def replica_group(self, name: str) -> Any:
+        """That of the parameter."""
+        found = self._find(name)
+        return None if found is None else replica_group(self._engine, found[1])
+
+    def _find(self, name: str) -> tuple[dict[str, Any], torch.Tensor] | None:
+        """The parameter whose master, or a part of its state, has this name."""
+        owner = name.rpartition("/")[0]
+        every = parameters(self.inner)
+        return next((one for one in every if owner == f"optimizer/{self._name(one[1])}"), None)
 
     def scalars(self) -> dict[str, Any]:
         """Nothing."""
@@ -100,6 +128,8 @@ class _WrapperView(PlainView):
         """FP16 wrappers have one, bf16 ones do not."""
         return getattr(self._wrapper, "loss_scale_config", None)
 
+    adopt = OptimizerView.adopt
+    replica_group = OptimizerView.replica_group
     scalars = OptimizerView.scalars
     load_scalars = OptimizerView.load_scalars
 
@@ -128,8 +158,8 @@ class UnfusedView(_WrapperView):
     def _pairs(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
         groups, wrapper = self.inner.param_groups, self._wrapper
         found = zip(groups, wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
-        for group, parameters, masters in found:
-            for parameter, master in zip(parameters, masters, strict=True):
+        for group, weights, masters in found:
+            for parameter, master in zip(weights, masters, strict=True):
                 yield group, parameter, master
 
 

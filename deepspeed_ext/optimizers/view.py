@@ -24,7 +24,7 @@ from megatron_ft.trainer.optimizer_classes import (
     shared_out,
 )
 
-_MASTER, _SEPARATOR = "master", "/"
+MASTER, _SEPARATOR = "master", "/"
 
 
 class OwnedMaster(NamedTuple):
@@ -79,6 +79,18 @@ class OptimizerView(ABC):
     @abstractmethod
     def weights(self) -> Sequence[Weight]:
         """The weights that follow from masters of this rank; none where these are the weights."""
+
+    def derived(self) -> Iterable[torch.Tensor]:
+        """Memory that ``publish`` fills: all weights of the model that follow from masters."""
+        return [weight.tensor for weight in self.weights()]
+
+    def adopt(self, name: str, stored: torch.Tensor) -> bool:
+        """Take a stored tensor that the optimizer lacks; False if it cannot be one of its own."""
+        return False
+
+    def replica_group(self, name: str) -> Any:
+        """The group of a tensor that ``adopt`` would take, or None."""
+        return None
 
     @abstractmethod
     def owned(self) -> Iterable[torch.Tensor]:
@@ -211,13 +223,13 @@ def _states(masters: Iterable[OwnedMaster]) -> dict[str, State]:
 def tensors_of(masters: Iterable[OwnedMaster]) -> MasterTensors:
     """Masters and what is kept for them, by name; looked at when they are asked for."""
     owned = (Owned(master.name, master.inner, master.parameter) for master in masters)
-    return MasterTensors(owned, _SEPARATOR, _MASTER)
+    return MasterTensors(owned, _SEPARATOR, MASTER)
 
 
 def names_of(master: OwnedMaster) -> list[str]:
     """The names of one master's tensors, as of now."""
     kept = master_tensors.state_tensors(master.inner, master.parameter)
-    return [f"{master.name}{_SEPARATOR}{name}" for name in (_MASTER, *kept)]
+    return [f"{master.name}{_SEPARATOR}{name}" for name in (MASTER, *kept)]
 
 
 def _on_host(*moments: str) -> StateMaker:

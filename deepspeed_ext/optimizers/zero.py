@@ -61,6 +61,10 @@ class Zero12View(OptimizerView):
             for name, parts, master, group in found
         ]
 
+    def derived(self) -> Iterable[torch.Tensor]:
+        """All flat weights: those of other ranks are gathered."""
+        return list(self._flats)
+
     def owned(self) -> Iterable[torch.Tensor]:
         """The parameters that are flattened."""
         return [parameter for group in self._parameters for parameter in group]
@@ -168,6 +172,11 @@ class Zero3View(OptimizerView):
             for number, (flat, master) in pairs
             if flat.data_ptr() != master.data_ptr()
         ]
+
+    def derived(self) -> Iterable[torch.Tensor]:
+        """The sub-groups, and parameters that are whole now: these are gathered anew."""
+        whole = (p for p in self._wrapper.module.parameters() if hasattr(p, "ds_tensor"))
+        return [*super().derived(), *(p.detach() for p in whole if p.numel())]
 
     def owned(self) -> Iterable[torch.Tensor]:
         """The parameters that are in sub-groups."""

@@ -7,7 +7,7 @@ LayerWiseDistributedOptimizer and chains of them; what is inside these is the ma
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -258,6 +258,19 @@ def derive_weights(optimizer: Any) -> bool:
         if hasattr(part, "_copy_main_params_to_model_params"):
             part._copy_main_params_to_model_params()
     return bool(layer_wise(optimizer)) or any(is_distributed(part) for part in parts)
+
+
+def derived(optimizer: Any, weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Memory that ``derive_weights`` and ``gather_weights`` fill, of these model parameters.
+
+    Those of a flat buffer are gathered there, wherever they lie by now.
+    """
+    parts = [part for part in optimizer_parts(optimizer) if is_distributed(part)]
+    buffers = [one for part in parts for one in part.buffers if one.param_data is not None]
+    gathered = {id(parameter) for one in buffers for parameter in one.param_index_map}
+    # Of other kinds (fp8), the buffer has other memory than its parameters say.
+    rest = [w for w in weights if id(w) not in gathered or type(w) is not torch.nn.Parameter]
+    return [*(one.param_data for one in buffers), *rest]
 
 
 def gather_weights(model: Sequence[Any], optimizer: Any) -> None:

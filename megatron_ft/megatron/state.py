@@ -9,7 +9,8 @@ iteration anyway.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,14 +30,24 @@ from megatron_ft.megatron.state_parts import (
     weight_group,
 )
 from megatron_ft.trainer import master_tensors
+from megatron_ft.trainer.coverage import Named, held_by_optimizer
+from megatron_ft.trainer.flat_coverage import derived_of, in_groups
 from megatron_ft.trainer.master_tensors import MasterTensors, Owned, as_captured
 from megatron_ft.trainer.module_tree import extra_states, load_extra_states
 from megatron_ft.trainer.start_choice import WISH
-from megatron_ft.trainer.state import host_copy, live_tensors
+from megatron_ft.trainer.state import Lost, host_copy, live_tensors
+from megatron_ft.trainer.uncaptured import uncaptured
 
 logger = logging.getLogger(__name__)
 
 OBJECTS_VERSION = 3
+_TRAINED = attrgetter("requires_grad")
+_BESIDE = (
+    "make them submodules of the model that model_provider returns; ignore this for what is loaded "
+    "anew at each start and never changes"
+)
+_OWN_POSITION = ("*DataLoaderIter",)
+"""Classes whose position is that of Megatron's counters, or of an external loader."""
 _MAIN = MAIN.removeprefix(".")
 
 
@@ -75,18 +86,20 @@ class MegatronState:
                 len(self._weights),
                 min(self._weights),
             )
+        every = optimizers.master_names(optimizer, self._names)
+        self._trained = {key for key, name in self._names.items() if name in every}
         self._description = Description(
-            args, self._model, optimizer, scheduler, self._rank_tensors()
+            args, self._model, optimizer, scheduler, self._rank_tensors(every)
         )
 
-    def _rank_tensors(self) -> RankTensors:
+    def _rank_tensors(self, master_names: dict[str, str]) -> RankTensors:
         copies = {f"{name}{WEIGHT}" for name in self._weights}
         captured = {**self.tensors(), **self.boundary_tensors()}
         return RankTensors(
             captured={name: tensor for name, tensor in captured.items() if name not in copies},
             model={**self._tree.parameters, **self._tree.buffers},
             masters=tuple(self._masters),
-            master_names=optimizers.master_names(self._optimizer, self._names),
+            master_names=master_names,
         )
 
     def at(self, iteration: int, floating_point_operations: float, data_iterator: Any) -> None:
@@ -100,15 +113,41 @@ class MegatronState:
         self._tree.refresh()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Masters, moments, steps and frozen parameters: changed by the optimizer alone."""
+        """Masters, moments, steps, and parameters that no rank's optimizer has."""
         every = self._tree.parameters.items()
-        frozen = {name: as_captured(p) for name, p in every if not p.requires_grad}
+        frozen = {name: as_captured(p) for name, p in every if id(p) not in self._trained}
         copies = {f"{name}{WEIGHT}": weight for name, weight in self._weights.items()}
         return {**frozen, **copies, **self._owned.tensors()}
 
     def boundary_tensors(self) -> dict[str, torch.Tensor]:
         """Every buffer: forward may change it (routing statistics, expert biases)."""
         return {name: as_captured(buffer) for name, buffer in self._tree.buffers.items()}
+
+    def require_covered(self) -> None:
+        """ConfigError that names a tensor that trains and is neither captured nor derived."""
+        self.derived()
+
+    def derived(self) -> dict[str, torch.Tensor]:
+        """Weights that ``load`` makes of masters, this rank's or those of others."""
+        captured = [*self.tensors().values(), *self.boundary_tensors().values()]
+        for part in optimizers.optimizer_parts(self._optimizer):
+            captured += in_groups(part.optimizer)
+        weights = (p for p in self._tree.parameters.values() if id(p) in self._trained)
+        return derived_of(self._held(), captured, optimizers.derived(self._optimizer, weights))
+
+    def _held(self) -> Iterator[Named]:
+        """All that the model's modules and its optimizers hold."""
+        yield from state_parts.members_of(self._model)
+        for number, part in enumerate(optimizers.optimizer_parts(self._optimizer)):
+            yield from held_by_optimizer(f"optimizer{number}", part.optimizer)
+
+    def beside(self) -> Lost:
+        """Objects with training state in this process that Megatron does not know."""
+        parts = optimizers.optimizer_parts(self._optimizer)
+        known = {f"optimizer{number}": part.optimizer for number, part in enumerate(parts)}
+        known |= {"optimizer": self._optimizer, "scheduler": self._scheduler, "parts": parts}
+        found = uncaptured(known, [tensor for _, tensor in self._held()], _OWN_POSITION)
+        return Lost(found, _BESIDE)
 
     def replicas(self) -> dict[str, Any]:
         """Tensors of optimizers that several ranks keep equal, with the group of these ranks."""
@@ -178,6 +217,7 @@ class MegatronState:
             "scalers": optimizers.scaler_states(self._optimizer),
             "schedule": host_copy(self._scheduler.state_dict()),
             "modules": host_copy(extra_states(self._tree.keeping)),
+            "flags": self._flags(),
             "rerun_machine": host_copy(state_parts.capture_rerun_machine(self._data_iterator)),
             "random": capture_random_states(),
             WISH: wish_of(self._args),
@@ -191,6 +231,19 @@ class MegatronState:
         if not self._owned.numbers():
             return [{} for _ in optimizers.optimizer_parts(self._optimizer)]
         return optimizers.state_numbers(self._optimizer)
+
+    def _flags(self) -> bytes:
+        """``requires_grad`` of the parameters in the order of their names, a byte each."""
+        every = self._tree.parameters
+        return bytes(map(_TRAINED, map(every.__getitem__, sorted(every))))
+
+    def _load_flags(self, flags: bytes) -> None:
+        """Set what ``_flags`` gave, if it is of as many parameters; older releases gave none."""
+        every = self._tree.parameters
+        if len(flags) == len(every):
+            for name, flag in zip(sorted(every), flags, strict=True):
+                if every[name].requires_grad != bool(flag):
+                    every[name].requires_grad_(bool(flag))
 
     def _data_position(self) -> Any:
         if not state_parts.is_external(self._args):
@@ -233,6 +286,7 @@ class MegatronState:
         optimizers.load_scaler_states(self._optimizer, objects["scalers"])
         state_parts.restore_schedule(self._scheduler, objects["schedule"])
         load_extra_states(self._tree.keeping, objects["modules"])
+        self._load_flags(objects.get("flags", b""))
         state_parts.restore_rerun_machine(objects["rerun_machine"])
         self._loaded = objects
         self._restore_random_states(objects)

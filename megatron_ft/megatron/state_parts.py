@@ -18,6 +18,8 @@ from typing import Any
 
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
 from megatron_ft.megatron.optimizer import Master
+from megatron_ft.trainer.coverage import Named
+from megatron_ft.trainer.flat_coverage import members
 from megatron_ft.trainer.module_tree import ModuleTree
 from megatron_ft.trainer.state import RngState, host_copy
 
@@ -230,8 +232,18 @@ def module_tree(model: Sequence[Any]) -> ModuleTree:
     Buffers that no state dict would hold are among them: token counters of experts, for example,
     are not persistent and still decide how training continues.
     """
-    return ModuleTree(
-        # Of the wrapped module: DistributedDataParallel.buffers is a list of gradient buffers.
-        lambda: [getattr(chunk, "module", chunk) for chunk in model],
-        lambda number, name: f"chunk{number}.{plain_name(name)}",
-    )
+    return ModuleTree(lambda: _unwrapped(model), _name_in_chunk)
+
+
+def members_of(model: Sequence[Any]) -> list[Named]:
+    """All parameters and buffers of the chunks' modules, whatever these say they have."""
+    return members(lambda: _unwrapped(model), _name_in_chunk)
+
+
+def _unwrapped(model: Sequence[Any]) -> list[Any]:
+    # DistributedDataParallel.buffers is a list of gradient buffers.
+    return [getattr(chunk, "module", chunk) for chunk in model]
+
+
+def _name_in_chunk(number: int, name: str) -> str:
+    return f"chunk{number}.{plain_name(name)}"

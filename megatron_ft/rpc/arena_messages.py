@@ -32,7 +32,7 @@ class Attached(Message, frozen=True):
 
 
 class Unattached(Message, frozen=True):
-    """The trainer cannot use its new arena, and captures nothing; it tries again at each Renewed."""
+    """The trainer cannot use its new arena and captures nothing; Renewed has it try again."""
 
     shard_id: ShardId
     reason: str

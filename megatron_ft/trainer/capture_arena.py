@@ -22,14 +22,14 @@ from megatron_ft.core.objects import encode
 from megatron_ft.core.shard import ShardLayout, pack_encoded, plan_layout
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.client import TrainerClient
-from megatron_ft.trainer.binding import layout_changed
+from megatron_ft.trainer.binding import LayoutBinding, layout_changed
 from megatron_ft.trainer.engine import CaptureEngine, required_bytes, with_spare
 from megatron_ft.trainer.pending_restore import RestoredShard
 from megatron_ft.trainer.plan import check_replicas, plan_state
 from megatron_ft.trainer.state import (
+    KnowsMemory,
     RemembersMore,
     TrainingState,
-    TrainsInPlace,
     form_of,
     live_tensors,
 )
@@ -76,7 +76,7 @@ def plan_start(state: TrainingState, restored: RestoredShard | None, warn: Warne
 def plan_covered(state: TrainingState, like: ShardLayout | None = None) -> ShardLayout:
     """As ``plan_state``; ConfigError too for a tensor that trains and would not be captured."""
     layout = plan_state(state, like=like)
-    if isinstance(state, TrainsInPlace):
+    if isinstance(state, KnowsMemory):
         state.require_covered()
     return layout
 
@@ -115,6 +115,8 @@ class CaptureArena:
         self._make: MakeEngine | None = None
         self._mover: threading.Thread | None = None
         self._given: Path | None = None
+        self._leaving: CaptureEngine | None = None
+        self._left: LayoutBinding | None = None
         self._moves, self._arrived = 0, False
         client.on_arena = self._on_arena
 
@@ -171,27 +173,33 @@ class CaptureArena:
         Called while no capture runs.
         """
         given, old = self._given, self.engine
-        if given is None or old is None:
+        failed = self._mover is not None and not self._mover.is_alive()
+        if given is None or (old is None and not failed):
             return
         self._given = None
-        if old.arena.in_place():
+        if old is not None and old.arena.in_place():
             self._arrived = True
             return
-        self.engine = None
-        work = partial(self._go, old, given, timeout_seconds)
+        self.engine, self._leaving = None, old or self._leaving
+        work = partial(self._go, given, timeout_seconds)
         self._mover = threading.Thread(target=work, name="megatron-ft-move", daemon=True)
         self._mover.start()
 
-    def _go(self, old: CaptureEngine, path: Path, timeout_seconds: float) -> None:
+    def _go(self, path: Path, timeout_seconds: float) -> None:
         assert self._make is not None
         try:
-            old.close(timeout_seconds)
+            if self._leaving is not None:
+                self._leaving.close(timeout_seconds)
+                self._left, self._leaving = self._leaving.binding, None
+            assert self._left is not None
             # The layout that was captured before fits into any arena that comes after.
-            engine = self._make(path, old.binding.layout)
-            engine.rebind(old.binding.layout, old.binding)
-        except Exception:
-            text = "%s cannot be used: training continues, and this rank captures nothing more"
-            logger.exception(text, path)
+            engine = self._make(path, self._left.layout)
+            engine.rebind(self._left.layout, self._left)
+        except Exception as error:
+            # The job tells this rank of its arena again until it is there.
+            text = "%s cannot be used: training continues without snapshots until it can"
+            logger.warning(text, path, exc_info=True)
+            self._client.send(m.Unattached(self._client.shard_id, repr(error)))
             return
         self._moves += 1
         self._arrived, self.engine = True, engine

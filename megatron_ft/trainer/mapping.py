@@ -40,7 +40,7 @@ from megatron_ft.trainer.optimizer_load import exact_loads, load_optimizer, para
 from megatron_ft.trainer.optimizer_places import StatePlaces, has_device
 from megatron_ft.trainer.plan import check_kinds
 from megatron_ft.trainer.replicas import groups_of_wrapped
-from megatron_ft.trainer.state import RngState, TrainingState
+from megatron_ft.trainer.state import Lost, RngState, TrainingState
 from megatron_ft.trainer.uncaptured import uncaptured
 
 logger = logging.getLogger(__name__)
@@ -134,9 +134,15 @@ class MappingState:
         """ConfigError that names a tensor that trains and lies in no captured memory."""
         self._require_covered(self._current())
 
-    def beside(self) -> list[str]:
+    def derived(self) -> dict[str, torch.Tensor]:
+        """None: all of it is captured."""
+        return {}
+
+    def beside(self) -> Lost:
         """Objects with training state in this process that are in no entry of the mapping."""
-        return uncaptured(self._state, self._captured(self._current()), self._leave_out)
+        found = uncaptured(self._state, self._captured(self._current()), self._leave_out)
+        advice = "put these objects into the state mapping, or name their classes in leave_out"
+        return Lost(found, advice)
 
     def _captured(self, found: Enumeration) -> list[torch.Tensor]:
         left_out = (one for module in self._modules.values() for one in module.left_out.values())

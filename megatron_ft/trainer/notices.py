@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections import Counter
 from collections.abc import Collection
@@ -10,7 +11,7 @@ from itertools import islice
 from types import FrameType
 
 from megatron_ft.core.shard import ShardLayout
-from megatron_ft.trainer.state import TrainingState, TrainsInPlace
+from megatron_ft.trainer.state import KnowsMemory, Lost, TrainingState, TrainsInPlace
 from megatron_ft.trainer.stats import Warner
 
 logger = logging.getLogger(__name__)
@@ -66,30 +67,28 @@ def say_what_is_captured(
         return
     _said.append(True)
     owners = [entry for entry in layout.entries if not entry.alias_of]
-    begins = Counter(entry.name.partition("/")[0] for entry in owners)
+    begins = Counter(re.split("[/.]", entry.name, maxsplit=1)[0] for entry in owners)
     most = ", ".join(f"{count} of {name}" for name, count in begins.most_common(4))
     size = sum(entry.nbytes for entry in owners)
-    text = f"megatron-ft: snapshots of {shard_id} hold {len(owners)} tensors, {size} bytes"
-    if isinstance(state, TrainsInPlace):
-        out = state.left_out()
-        text += f": {most}" + (f"; left out: {some(out)}" if out else "")
+    text = f"megatron-ft: snapshots of {shard_id} hold {len(owners)} tensors, {size} bytes: {most}"
+    if isinstance(state, KnowsMemory) and (derived := state.derived()):
+        size = sum(tensor.nbytes for tensor in derived.values())
+        text += f"; derived in a restore: {len(derived)} weights, {size} bytes"
+    if isinstance(state, TrainsInPlace) and (out := state.left_out()):
+        text += f"; left out: {some(out)}"
     print(text, file=sys.stderr)
-    if lost := _beside(state):
-        warn(
-            "beside",
-            "a restart loses the state of %s: put these objects into the state mapping, or "
-            "name their classes in leave_out",
-            some(lost),
-        )
+    lost = _beside(state)
+    if lost.objects:
+        warn("beside", "a restart loses the state of %s: %s", some(lost.objects), lost.advice)
 
 
-def _beside(state: TrainingState) -> list[str]:
+def _beside(state: TrainingState) -> Lost:
     """Objects that are not captured; a look at all objects of a process may meet anything."""
     try:
-        return state.beside() if isinstance(state, TrainsInPlace) else []
+        return state.beside() if isinstance(state, KnowsMemory) else Lost([], "")
     except Exception:
         logger.info("objects beside the state were not looked for", exc_info=True)
-        return []
+        return Lost([], "")
 
 
 def warn_of_clients(warn: Warner) -> None:

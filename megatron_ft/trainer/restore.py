@@ -39,6 +39,7 @@ from megatron_ft.trainer.plan import (
 )
 from megatron_ft.trainer.state import (
     AdoptsTensors,
+    KnowsMemory,
     TrainingState,
     TrainsInPlace,
     live_tensors,
@@ -129,7 +130,7 @@ def restore_shard(shard: SealedShard, state: TrainingState) -> ShardLayout:
         _fill_one_by_one(_part_of(layout, lost), shard, state, now)
     if plain is None or addresses is None or not plain.lie_there(addresses, live, now):
         require_same_layout(layout, plan_state(state, like=layout))
-    if isinstance(state, TrainsInPlace):
+    if isinstance(state, KnowsMemory):
         state.require_covered()
     reach("restore.done")
     return layout

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -82,6 +82,13 @@ def drawn() -> tuple[Any, ...]:
     )
 
 
+class Lost(NamedTuple):
+    """Descriptions of objects that a restart loses, and what a user does about that."""
+
+    objects: list[str]
+    advice: str
+
+
 @runtime_checkable
 class TrainingState(Protocol):
     """The complete training state of one rank, as names and live tensors.
@@ -142,17 +149,25 @@ class TrainsInPlace(Protocol):
     def require_ready(self) -> None:
         """ConfigError, before training, that names what cannot be captured or filled."""
 
-    def require_covered(self) -> None:
-        """ConfigError that names a tensor that trains and lies in no captured memory."""
-
-    def beside(self) -> list[str]:
-        """Descriptions of objects of the process with training state that is not captured."""
-
     def left_out(self) -> Collection[str]:
         """Names of tensors that are not captured because the program asked for it."""
 
     def overwritten(self) -> Collection[str]:
         """Names of tensors that do not hold what was filled any more, behind ``load``."""
+
+
+@runtime_checkable
+class KnowsMemory(Protocol):
+    """A state that knows which memory trains, and compares it with what is captured and filled."""
+
+    def require_covered(self) -> None:
+        """ConfigError that names a tensor that trains and is neither captured nor derived."""
+
+    def derived(self) -> Mapping[str, torch.Tensor]:
+        """Tensors that train, are not captured, and are made of captured ones in ``load``."""
+
+    def beside(self) -> Lost:
+        """Objects of the process with training state that is not captured."""
 
 
 @runtime_checkable

@@ -363,3 +363,65 @@ def _as_on_device() -> Iterator[None]:
     finally:
         del tensor.is_cuda
         tensor.cpu = before
+
+
+def hide_tensors() -> None:
+    """Before training begins: what is hidden from a snapshot is refused by its name."""
+    from megatron_ft.core.errors import ConfigError
+    from megatron_ft.megatron.run import SnapshotRun
+
+    begin: Any = SnapshotRun.begin_training
+
+    def checked(self: Any, training: Any) -> None:
+        begin(self, training)
+        state, (chunk, *_) = self._state, training["model"]
+        assert state.beside().objects == [], state.beside()
+        weight = chunk.module.module.decoder.layers[0].mlp.linear_fc1.weight
+        derived = [name for name in state.derived() if name.endswith("mlp.linear_fc1.weight")]
+        assert len(derived) == 2, derived
+        for name, hide in (("weight", _moved), ("hidden", _unnamed), ("average", _averaged)):
+            back = hide(weight, chunk.module.module, state)
+            try:
+                state.refresh()
+                state.require_covered()
+            except ConfigError as error:
+                assert name in str(error), error
+            else:
+                raise AssertionError(f"{name} is in no snapshot, and nobody says so")
+            back()
+            state.refresh()
+            state.require_covered()
+        chunk.module.module.decoder.final_layernorm.weight.requires_grad_(False)
+        objects = state.objects()
+        chunk.module.module.decoder.final_layernorm.weight.requires_grad_(True)
+        state._load_flags(objects["flags"])
+        assert not chunk.module.module.decoder.final_layernorm.weight.requires_grad
+        chunk.module.module.decoder.final_layernorm.weight.requires_grad_(True)
+
+    SnapshotRun.begin_training = checked  # type: ignore[method-assign]
+
+
+def _moved(weight: Any, model: Any, state: Any) -> Callable[[], None]:
+    """A weight that lies in Megatron's flat buffer no more."""
+    before = weight.data
+    weight.data = before.clone()
+    return lambda: setattr(weight, "data", before)
+
+
+def _unnamed(weight: Any, model: Any, state: Any) -> Callable[[], None]:
+    """A buffer of which the model says nothing."""
+    known = dict(model.named_buffers())
+    model.register_buffer("hidden", torch.ones(3))
+    vars(model)["named_buffers"] = lambda *_, **__: iter(known.items())
+
+    def back() -> None:
+        del vars(model)["named_buffers"], model.hidden
+
+    return back
+
+
+def _averaged(weight: Any, model: Any, state: Any) -> Callable[[], None]:
+    """An average that the optimizer keeps under a key that is no parameter."""
+    inner = state._masters[0].inner
+    inner.state["average"] = {"weight": torch.ones(5)}
+    return lambda: inner.state.pop("average")

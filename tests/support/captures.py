@@ -50,6 +50,7 @@ class FakeSmp:
     gives: bool = True
     required: int = 0
     outgrown: list[int] = field(default_factory=list)
+    unattached: list[str] = field(default_factory=list)
     attached: Event = field(default_factory=Event)
     on_arena: Callable[[Path], None] | None = None
     sequence: int = 0
@@ -155,6 +156,8 @@ class FakeSmp:
             self.outgrown.append(message.required_bytes)
         elif isinstance(message, m.Attached):
             self.attached.set()
+        elif isinstance(message, m.Unattached):
+            self.unattached.append(message.reason)
         elif isinstance(message, m.CaptureCost):
             seconds = message.stall_seconds, message.copy_seconds
             self.costs.append((message.snapshot, *seconds, message.copied_bytes))

@@ -42,3 +42,29 @@ def test_changes_of_an_engine(case: str, stage: str, deepspeed_server: Any, tmp_
     request = Request(case, argv, ranks, str(tmp_path), 60.0)
     outcome = deepspeed_server.run(request)
     assert not any(outcome.codes), outcome.story()
+
+
+COVERAGE = (
+    "hidden_tensors_are_refused",
+    "a_restore_fills_what_trains",
+    "frozen_and_trained_come_back",
+    "objects_beside_it_are_named",
+)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
+@pytest.mark.parametrize("stage", ["0", "2", "3", pytest.param("1", marks=pytest.mark.all_layouts)])
+@pytest.mark.parametrize("case", COVERAGE)
+def test_coverage_of_an_engine(
+    case: str, stage: str, deepspeed_server: Any, tmp_path: Path
+) -> None:
+    from tests.support.warm_host import Request
+
+    program = f"tests.programs.deepspeed_coverage_cases:{case}"
+    request = Request(program, [str(tmp_path / "arena"), stage], 1, str(tmp_path), 60.0)
+    outcome = deepspeed_server.run(request)
+    assert not any(outcome.codes), outcome.story()
+    if case == "a_restore_fills_what_trains":
+        assert ("; derived in a restore: " in outcome.output(0)) == (stage != "0")

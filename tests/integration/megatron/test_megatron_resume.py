@@ -74,6 +74,12 @@ def test_snapshots_do_not_change_training(runs: Runs) -> None:
     runs.require_same(layout, "plain", "with")
 
 
+def test_hidden_tensors_are_refused(runs: Runs) -> None:
+    plugins = ("tests.programs.megatron_plugins:hide_tensors",)
+    layout = Layout("hidden", 1, DISTRIBUTED, "none", nodes_lost=(), plugins=plugins)
+    runs.train(layout, "hidden", SNAPSHOTS, **{SAVE_AT: SNAPSHOT_AT})
+
+
 @pytest.mark.parametrize(
     ("name", "flags", "weights", "moments"),
     [

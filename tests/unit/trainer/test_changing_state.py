@@ -10,6 +10,9 @@ import torch
 
 from megatron_ft.core.errors import ControlPlaneError, LayoutMismatchError
 from megatron_ft.trainer.manager import SnapshotManager
+from megatron_ft.trainer.mapping import MappingState
+from megatron_ft.trainer.plan import plan_state
+from megatron_ft.trainer.sample import Sampler
 from megatron_ft.trainer.state import RngState
 from tests.support.captures import WAIT, FakeSmp, GatedCopier, bits, capture, make_manager
 
@@ -353,7 +356,7 @@ def test_a_rank_goes_into_its_new_arena_once_its_capture_has_ended(smp: FakeSmp)
     manager.close()
 
 
-def test_an_arena_that_cannot_be_opened_costs_snapshots_and_nothing_else(
+def test_an_arena_that_cannot_be_opened_is_told_and_tried_again(
     smp: FakeSmp, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = {"weight": torch.randn(1000)}
@@ -361,15 +364,23 @@ def test_an_arena_that_cannot_be_opened_costs_snapshots_and_nothing_else(
     assert capture(smp, manager, state).captured.result(WAIT)
     smp.outgrown.append(1 << 20)
     smp.renew()
+    good = smp.path.read_bytes()
     smp.path.write_bytes(b"nothing")
-    for iteration in range(2, 5):
-        assert manager.save(iteration, state).skipped
-        mover = manager._capture._arena._mover
-        assert mover is not None
-        mover.join(WAIT)
-    assert "captures nothing more" in caplog.text and manager._capture.is_open
+    assert smp.on_arena is not None
+    for tries in range(1, 3):
+        for iteration in (2 * tries, 2 * tries + 1):
+            assert manager.save(iteration, state).skipped
+            mover = manager._capture._arena._mover
+            assert mover is not None
+            mover.join(WAIT)
+        assert len(smp.unattached) == tries and not smp.attached.is_set()
+        smp.on_arena(smp.path)  # as the job does every few seconds
+    assert "without snapshots until it can" in caplog.text and manager._capture.is_open
     with manager.fence():
         pass
+    smp.path.write_bytes(good)
+    go(smp, manager, state, 6)
+    assert capture(smp, manager, state, 7).captured.result(WAIT)
     manager.close()
     assert not manager._capture.is_open
 
@@ -448,3 +459,13 @@ def test_a_layout_that_is_planned_anew_covers_what_trains(smp: FakeSmp) -> None:
     state["late"] = late
     assert capture(smp, manager, state, 3, 1).captured.result(WAIT)
     manager.close()
+
+
+def test_a_sample_does_not_look_behind_the_end_of_a_tensor() -> None:
+    """torch would resize the program's storage for it, and so move the tensor."""
+    layout = plan_state(MappingState({"moment": torch.ones(20_000)}))
+    sampler, shorter = Sampler(layout.entries), torch.ones(3)
+    address = shorter.data_ptr()
+    for _ in range(20):
+        sampler.draw({"moment": shorter})
+    assert shorter.untyped_storage().nbytes() == 12 and shorter.data_ptr() == address
