@@ -105,14 +105,16 @@ class Sampler:
         for number in range(PIECES if self._entries else 0):
             entry, start, stop = self._range(by_bytes=number % 2 == 0)
             tensor = live[entry.name]
+            skipped = entry.start * tensor.element_size() + start
             if (
                 type(tensor) in DENSE
+                # Of another form by now: a look behind its end would resize its storage.
+                and skipped + stop - start <= tensor.nbytes
                 and tensor.is_contiguous()
                 and tensor.data_ptr()
                 and not has_lazy_sign(tensor)
                 and not (tensor.is_cpu and tensor.is_pinned())
             ):
-                skipped = entry.start * tensor.element_size() + start
                 memory = _bytes_of(tensor, skipped, stop - start)
                 piece = Excerpt(entry, start, stop, memory, tensor.data_ptr(), skipped)
                 drawn.setdefault(tensor.device, []).append(piece)
