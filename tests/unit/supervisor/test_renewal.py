@@ -45,7 +45,7 @@ def test_the_file_of_an_arena_has_parity_and_all_slots() -> None:
 def test_a_rank_that_cannot_use_its_arena_is_named_once_for_each_reason() -> None:
     said: list[JobEvent] = []
     observers = Observers()
-    observers.add(said.append)
+    observers.subscribe(said.append)
     none: Any = None
     renewal = ArenaRenewal(
         plan=none,
