@@ -3,7 +3,7 @@
 A position is all that decides the order of a pass when it began, and the number of batches since.
 From these the same order is drawn again, and the batches that were used are skipped, without being
 read where the loader's sampler can skip.  The trace of what is skipped must be that of what
-was used; a position that the loader keeps itself is checked in the same way.
+was used.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice, product
 from typing import Any
 
 from torch.utils.data import DistributedSampler
@@ -22,12 +25,11 @@ from megatron_ft.trainer.loader_epochs import EpochNumbers
 from megatron_ft.trainer.loader_habits import ENDLESS, ReadingPace, in_cycle
 from megatron_ft.trainer.loader_order import READERS, OwnState, numbered, samplers_of
 from megatron_ft.trainer.loader_trace import (
+    END,
     BatchTrace,
-    ItemTrace,
     SharedDraws,
-    is_right,
-    new_workers,
-    read,
+    TracedSampler,
+    tracing,
     workers_of,
 )
 from megatron_ft.trainer.state import RngState
@@ -58,7 +60,7 @@ class Pass:
 
     begun: dict[str, Any]
     batches: Iterator[Any]
-    trace: BatchTrace | ItemTrace | None
+    trace: BatchTrace | TracedSampler
     consumed: int = 0
     began_in: int = 0
     read_in: int = -1
@@ -71,40 +73,40 @@ class Pass:
 
 
 class LoaderPosition:
-    """The position of any iterable that gives the same batches again: they are read and dropped.
+    """The position of any iterable that gives the same batches again.
 
-    Generators and counters of the loader, its samplers and its data set are set to where the pass
-    began.
+    They are read and dropped, or skipped where ``holder``, the loader or one in it, has a sampler
+    as its attribute ``sampler``, which gives ``items`` for each batch.  Generators and counters of
+    the loader, its samplers and its data set are set to where the pass began.
     """
 
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
+    reads_ahead = 0
+    """Batches that the loader has read when it gives one, in the training process."""
+
+    def __init__(self, loader: Any, holder: Any = None, sampler: str = "", items: int = 1) -> None:
+        self.loader, self._holder = loader, loader if holder is None else holder
+        self._sampler, self._items = sampler, items
         self._own = OwnState(loader)
         self._epochs, self._passes = EpochNumbers(self._numbered()), 0
         # Those when persistent workers were made.
         self._first_epochs: list[int | None] = []
         self._live: list[Pass] = []
         self._at: Pass | None = None
+        # A place to continue at, from its restore until a pass is opened there.
         self._pending: dict[str, Any] | None = None
-        # An iterator that was made before a restore between two passes.
-        self._stale: Pass | None = None
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         self._twice: tuple[Pass, Pass] | None = None
         self._draws, self._in_cycle = SharedDraws(), False
+        known = {type(one).__module__.partition(".")[0] for one in samplers_of(loader)}
+        self._samples_draw = not known <= {"torch", "deepspeed"} and not self.reads_ahead
         self._pace, self._given, self._ended = ReadingPace(), 0, False
         self._spans, self._warned = False, False
 
     def _numbered(self) -> list[Any]:
         return numbered(self.loader)
 
-    @property
-    def _consumed(self) -> int | None:
-        return None if self._at is None else self._at.consumed
-
     def begin(self) -> Iterator[Any]:
         """A new pass over the data, or the rest of the one that a restore brought back."""
-        if self._pending is not None and self._next_was_asked_for(self._pending):
-            self._finish(self._pending)
         self._first_epochs = self._first_epochs or self._epochs.current()
         self._passes += 1
         self._at = self._open()
@@ -113,22 +115,16 @@ class LoaderPosition:
         self._iterators.add(batches)
         return batches
 
-    def _finish(self, pending: dict[str, Any]) -> None:
-        """Be behind the end of a pass that is pending."""
-        self._own.set(pending["now"], between=True)
-        self._pending = None
-
     def _batches(self, one: Pass) -> Iterator[Any]:
         """Count what a pass hands out; it jumps to a position that is restored meanwhile."""
-        end = object()
         for other in [*awaiting_batch]:
             other.reading()
         try:
             while True:
-                if one is self._at and (self._pending is not None or self._stale is one):
+                if one is self._at and self._pending is not None:
                     vars(one).update(vars(self._open()))
-                batch = self._next(one, end)
-                if batch is end:
+                batch = self._next(one)
+                if batch is END:
                     one.finished = True
                     return
                 self._took(one, batch)
@@ -139,9 +135,12 @@ class LoaderPosition:
             if Clock is not None:
                 self._over(one)
 
-    def _next(self, one: Pass, end: object) -> Any:
-        draws = isinstance(one.trace, ItemTrace) or one.own is not None
-        return next(one.batches, end) if draws else self._draws.next(one.batches, end)
+    def _next(self, one: Pass) -> Any:
+        # A loader may begin to read its sampler only now.
+        with nullcontext() if one.consumed else self._tracing(one.trace):
+            if self._sampler and not self.reads_ahead:
+                return next(one.batches, END)
+            return self._draws.next(one.batches)
 
     def _took(self, one: Pass, batch: Any) -> None:
         newer = self._at
@@ -152,8 +151,7 @@ class LoaderPosition:
         self._given += 1
         Clock.read = one.read_in = Clock.ended
         one.thread = threading.get_ident()
-        if one.trace is not None:
-            one.trace.took(batch)
+        one.trace.took(batch)
 
     def _over(self, one: Pass) -> None:
         self._live.remove(one)
@@ -165,85 +163,117 @@ class LoaderPosition:
         # One that was read for something else within an iteration leaves the other where it was.
         back = [p for p in self._live if p.read_in == one.began_in == Clock.ended]
         self._at = back[-1] if back else None
-        if self._was_a_look(one) and not back:
-            place = one.restored
+        # A zip() leaves a loader where another one ends.
+        others_end = Clock.finished >= Clock.ended or self._is_last(one.consumed)
+        looked = one.restored is not None and one.consumed == one.restored["consumed"] + 1
+        if looked and Clock.runs and one.began_in == Clock.ended and not back and not others_end:
             logger.warning(
                 "%s: a pass that continued behind batch %d was left before the first save: the "
                 "next one continues there. Read before load() what is not trained on",
                 *(self._name(), one.consumed - 1),
             )
-            self._pending = place
-
-    def _was_a_look(self, one: Pass) -> bool:
-        """True for a restored pass that gave one batch, and was left before the first save."""
-        looked = one.restored is not None and one.consumed - one.restored["consumed"] == 1
-        in_time = Clock.runs and one.began_in == Clock.ended
-        # A zip() leaves a loader where another one ends.
-        return (
-            looked and in_time and Clock.finished < Clock.ended and not self._is_last(one.consumed)
-        )
+            self._pending = one.restored
 
     def _is_last(self, consumed: int) -> bool:
         try:
             return bool(consumed >= len(self.loader))
-        except TypeError:  # nobody knows how many there are
+        except Exception:  # nobody knows how many there are
             return False
 
     def _open(self) -> Pass:
-        self._stale = None
-        self._draws.begin()
-        if self._pending is None:
-            begun = self._moment()
-            batches, trace = self._fresh()
-            return Pass(begun, batches, trace, began_in=Clock.ended)
         place, self._pending = self._pending, None
-        self._epochs.resume(place["begun"]["epochs"])
-        now = RngState().state_dict()
-        try:
-            return self._replayed(place)
-        finally:
-            RngState().load_state_dict(now)
+        if place is not None and (place.get("over") or self._next_is_asked_for(place)):
+            self._pass_over(place)
+            place = None
+        if place is None or place["consumed"] is None:
+            trace, begun = self._trace(), self._moment()
+            with self._tracing(trace):
+                one = Pass(begun, iter(self.loader), trace)
+        else:
+            one = self._replayed(place)
+        one.began_in = Clock.ended
+        self._draws.begin()
+        return one
+
+    def _next_is_asked_for(self, place: Mapping[str, Any]) -> bool:
+        # A script that knows its epoch begins the next one if it had finished this.
+        consumed, epochs = place["consumed"], place["begun"]["epochs"]
+        done = consumed is not None and self._is_last(consumed)
+        return done and self._epochs.asks_for_next(epochs)
+
+    def _pass_over(self, place: Mapping[str, Any]) -> None:
+        """Be behind the end of the pass of ``place``."""
+        self._own.set(place["now"], between=True)
 
     def _replayed(self, place: dict[str, Any]) -> Pass:
         """The pass at ``place``, by the first of the ways in which what is skipped is right."""
-        consumed = place["consumed"]
-        for way in self._ways(place):
-            RngState().load_state_dict(place["begun"]["generators"])
-            found = way()
-            if found is not None:
-                found.consumed, found.restored, found.began_in = consumed, place, Clock.ended
-                return found
+        self._epochs.resume(place["begun"]["epochs"])
+        now = RngState().state_dict()
+        try:
+            for way in self._ways(place):
+                RngState().load_state_dict(place["begun"]["generators"])
+                if (found := way()) is not None:
+                    found.consumed, found.restored = place["consumed"], place
+                    return found
+        finally:
+            RngState().load_state_dict(now)
+        size = place.get("size"), self._size()
+        resized = " (batches of {} then, of {} now)".format(*size) if size[0] != size[1] else ""
         raise LayoutMismatchError(
-            f"{self._name()}: the first {consumed} batches of its pass are others than before the "
-            f"restart{self._resized(place)}. Have the same data set and sampler as then; an order "
+            f"{self._name()}: the first {place['consumed']} batches of its pass are others than "
+            f"before the restart{resized}. Have the same data set and sampler as then; an order "
             "by chance has to come from generators or counters that are attributes of them"
         )
 
     def _ways(self, place: dict[str, Any]) -> list[Callable[[], Pass | None]]:
         """Ways to the rest of a pass, the cheapest first."""
-        ways = [self._skipping, self._reading] if self._can_skip() else [self._reading]
-        if place["begun"]["own"].get("stateful"):
-            return [lambda w=w, a=a: w(place, a) for a in (False, True) for w in ways]  # type: ignore[misc]
-        return [lambda w=w: w(place, False) for w in ways]  # type: ignore[misc]
+        # Draws of workers, and of a batch that was read ahead, would be left out.
+        drawn_ahead = self._own.generators_of(READERS) and (
+            workers_of(self.loader) or self.reads_ahead
+        )
+        skips = (True, False) if self._sampler and not drawn_ahead else (False,)
+        afresh = (False, True) if place["begun"]["own"].get("stateful") else (False,)
+        return [partial(self._replay, place, *how) for how in product(afresh, skips)]
 
-    def _skipping(self, place: dict[str, Any], afresh: bool) -> Pass | None:
-        raise NotImplementedError
-
-    def _reading(self, place: dict[str, Any], afresh: bool) -> Pass | None:
-        """Read the batches that were used, and drop them."""
+    def _replay(self, place: dict[str, Any], afresh: bool, skips: bool) -> Pass | None:
+        """Repeat a pass: skip in the sampler what was used, or read it.  None if it was other."""
+        consumed = place["consumed"]
+        reads = min(consumed, self.reads_ahead) if skips else consumed
         self._own.set(place["begun"]["own"], afresh=afresh)
-        batches, trace = self._fresh(place)
-        read(batches, place["consumed"], trace)
-        return Pass(place["begun"], batches, trace) if is_right(trace, place["trace"]) else None
+        trace = self._trace(consumed - reads)
+        with self._tracing(trace, place):
+            batches = iter(self.loader)
+            for batch in islice(batches, reads):
+                trace.took(batch)
+        if skips and consumed and isinstance(trace, TracedSampler):
+            # As before: torch draws a seed for workers, and then the sampler its order.
+            trace.begin()
+            if not workers_of(self.loader):
+                # Skipped samples were not read, and draws of the data set were left out.
+                self._own.set(place["now"])
+        right = place["trace"] in (None, trace.value)
+        return Pass(place["begun"], batches, trace) if right else None
 
-    def _can_skip(self) -> bool:
-        return False
+    def _trace(self, skip: int = 0) -> BatchTrace | TracedSampler:
+        if not self._sampler:
+            return BatchTrace()
+        draws = self._draws if self._samples_draw else None
+        sampler = vars(self._holder)[self._sampler]
+        return TracedSampler(sampler, skip * self._items, self._items, draws)
 
-    def _fresh(self, place: dict[str, Any] | None = None) -> tuple[Iterator[Any], Any]:
-        """A pass of the loader from its begin, and its trace; of ``place`` if it is replayed."""
-        if place is not None:
-            new_workers(self.loader, True)
-        return iter(self.loader), BatchTrace()
+    def _tracing(
+        self, trace: Any, place: dict[str, Any] | None = None
+    ) -> AbstractContextManager[None]:
+        return tracing(self._holder, self._sampler, trace, place)
+
+    def _moment(self) -> dict[str, Any]:
+        """All that decides the order of a pass that begins now."""
+        return {
+            "generators": RngState().state_dict(),
+            "epochs": self._epochs.current(),
+            "first": self._passes <= 1,
+            "own": self._own.moment(),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """See ResumableLoader; ConfigError where batches are read in a way that cannot repeat."""
@@ -251,16 +281,16 @@ class LoaderPosition:
             return self._pending
         if problem := self._problem():
             raise ConfigError(f"{self._name()}: {problem}")
-        state = {
+        one = self._at
+        return {
+            "begun": self._moment() if one is None else one.begun,
+            "consumed": None if one is None else one.consumed,
+            "trace": None if one is None else one.trace.value,
             "now": self._own.now(),
             "pace": self._pace.state_dict(),
             "size": self._size(),
             "first_epochs": self._first_epochs,
         }
-        if (one := self._at) is None:
-            return {"begun": self._moment(), "consumed": None, "trace": None, **state}
-        trace = None if one.trace is None else one.trace.value
-        return {"begun": one.begun, "consumed": one.consumed, "trace": trace, **state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See ResumableLoader; LayoutMismatchError if ranks of another number cannot share it."""
@@ -270,15 +300,10 @@ class LoaderPosition:
             state = self._shared_anew(state, *state[SHARED_ANEW])
         self._pace.load_state_dict(state["pace"])
         self._given, self._first_epochs = 0, state["first_epochs"]
+        self._pending = {**state}
         if state["consumed"] is None:
-            self._between(state)
-        else:
-            self._pending = {**state}
-
-    def _between(self, state: Mapping[str, Any]) -> None:
-        self._epochs.set(state["begun"]["epochs"])
-        self._own.set(state["begun"]["own"], between=True)
-        self._stale = self._at
+            self._epochs.set(state["begun"]["epochs"])
+            self._own.set(state["begun"]["own"], between=True)
 
     def iteration_ended(self) -> None:
         """The training thread ends an iteration; ``Clock`` has counted it."""
@@ -288,73 +313,63 @@ class LoaderPosition:
 
     def _problem(self) -> str:
         """The reason why no count can say what training has used, '' if there is none."""
-        if problem := self._own.problem() or self._worker_problem():
-            return problem
-        one, twice = self._at, self._twice
-        if self._is_in_cycle():
-            return f"itertools.cycle keeps the batches of the first pass: {ENDLESS}"
-        if twice is not None and all(each in self._live for each in twice):
-            return "two iterators read it in turn: wrap a DataLoader for each of them"
-        if one is None and self._passes and Clock.ended > Clock.read + 1:
-            unread = f"its pass is over, and no loader was read in this iteration: {ENDLESS}"
-            if self._spans:
-                return unread
-            self._warn_once(f"{self._name()}: {unread}, if training uses its batches")
-        if one is not None and one.thread not in (None, Clock.thread) and Clock.thread is not None:
-            return (
-                "another thread reads it, ahead of training: read it where you train; num_workers "
-                "and prefetch_factor have workers read ahead"
-            )
-        if self._pace.ahead:
-            return (
-                f"the first iteration read {self._pace.ahead} batches more than later ones: read a "
-                "batch in the iteration that uses it, and call save() in each; num_workers and "
-                "prefetch_factor have workers read ahead"
-            )
-        if self._draws.mixed:
-            return (
-                "reading it draws from the generators of the process, and so does training in "
-                "between: have its sampler or data set draw from a generator of its own, which is "
-                "an attribute"
-            )
-        return ""
-
-    def _is_in_cycle(self) -> bool:
+        one, loader, ahead = self._at, self.loader, self._pace.ahead
         if Clock.ended and self._iterators:
             self._in_cycle |= in_cycle(self._iterators)
             self._iterators.clear()
-        return self._in_cycle
-
-    def _warn_once(self, text: str) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning("%s", text)
-
-    def _worker_problem(self) -> str:
-        loader = self.loader
-        if not workers_of(loader):
-            return ""
-        if not getattr(loader, "in_order", True):
-            return "in_order=False gives batches as workers finish them: set it to True"
-        stays = getattr(loader, "persistent_workers", False)
-        if stays and (self._own_draws_in_workers() or self._workers_are_behind()):
-            return (
+        unread = ""
+        if one is None and self._passes and Clock.ended > Clock.read + 1:
+            unread = f"its pass is over, and no loader was read in this iteration: {ENDLESS}"
+            if not self._spans and not self._warned:
+                self._warned = True
+                logger.warning("%s: %s, if training uses its batches", self._name(), unread)
+        in_thread = one is not None and None not in (one.thread, Clock.thread)
+        stays = workers_of(loader) and getattr(loader, "persistent_workers", False)
+        found = (
+            (self._own.problem(), "{}"),
+            (
+                workers_of(loader) and not getattr(loader, "in_order", True),
+                "in_order=False gives batches as workers finish them: set it to True",
+            ),
+            (
+                stays and (self._own.generators_of(READERS) or self._workers_are_behind()),
                 "persistent workers keep the data set of the first pass, its generators and its "
-                "epoch: set persistent_workers=False"
-            )
-        return ""
-
-    def _own_draws_in_workers(self) -> bool:
-        """True if workers draw from generators of the data set, which skipping leaves behind."""
-        return bool(workers_of(self.loader) and self._own.generators_of(READERS))
+                "epoch: set persistent_workers=False",
+            ),
+            (
+                self._in_cycle,
+                f"itertools.cycle keeps the batches of the first pass: {ENDLESS}",
+            ),
+            (
+                self._twice is not None and all(each in self._live for each in self._twice),
+                "two iterators read it in turn: wrap a DataLoader for each of them",
+            ),
+            (self._spans and unread, "{}"),
+            (
+                in_thread and one is not None and one.thread != Clock.thread,
+                "another thread reads it, ahead of training: read it where you train; num_workers "
+                "and prefetch_factor have workers read ahead",
+            ),
+            (
+                ahead,
+                "the first iteration read {} batches more than later ones: read a batch in the "
+                "iteration that uses it, and call save() in each; num_workers and "
+                "prefetch_factor have workers read ahead",
+            ),
+            (
+                self._draws.draws and self._draws.others,
+                "reading it draws from the generators of the process, and so does training in "
+                "between: have its sampler or data set draw from a generator of its own, which is "
+                "an attribute",
+            ),
+        )
+        return next((text.format(problem) for problem, text in found if problem), "")
 
     def _workers_are_behind(self) -> bool:
         """True if a data set has another epoch than when workers got it."""
-        samplers = samplers_of(self.loader)
-        for one, first, now in self._epochs.since(self._first_epochs):
-            if first != now and all(one is not sampler for sampler in samplers):
-                return True
-        return False
+        samplers = {*map(id, samplers_of(self.loader))}
+        epochs = self._epochs.since(self._first_epochs)
+        return any(a != b for one, a, b in epochs if id(one) not in samplers)
 
     def _shared_anew(self, state: Mapping[str, Any], now: int, before: int) -> dict[str, Any]:
         """The position of ranks that read ``now`` batches where the old ones read ``before``."""
@@ -375,29 +390,10 @@ class LoaderPosition:
         # Each rank has other samples now.
         return {**kept, "consumed": consumed, "trace": None, "pace": []}
 
-    def _moment(self) -> dict[str, Any]:
-        """All that decides the order of a pass that begins now."""
-        return {
-            "generators": RngState().state_dict(),
-            "epochs": self._epochs.current(),
-            "first": self._passes <= 1,
-            "own": self._own.moment(),
-        }
-
-    def _next_was_asked_for(self, pending: Mapping[str, Any]) -> bool:
-        # A script that knows its epoch begins the next one if it had finished this.
-        return self._is_last(pending["consumed"]) and self._epochs.asks_for_next(
-            pending["begun"]["epochs"]
-        )
-
     def _size(self) -> Any:
         sampler = getattr(self.loader, "batch_sampler", None)
         size = getattr(self.loader, "batch_size", None) or getattr(sampler, "batch_size", None)
         return size if isinstance(size, int) else None
-
-    def _resized(self, place: Mapping[str, Any]) -> str:
-        before, now = place.get("size"), self._size()
-        return f" (batches of {before} then, of {now} now)" if before != now else ""
 
     def _name(self) -> str:
         dataset = getattr(self.loader, "dataset", None)

@@ -1,7 +1,7 @@
-"""A number to compare for all that a pass over the data has given, and samplers that skip.
+"""Checksums of what a pass has given, and samplers that drop what a pass had given before.
 
-A replayed pass is right if what it skips has the trace of what training used.  Traces are of
-the sampler's items where a loader has a sampler, else of the batches.
+A pass that was repeated is right if what it skips has the trace of what training used.  Traces are
+of the sampler's items where a loader has a sampler, else of the batches.
 """
 
 from __future__ import annotations
@@ -22,42 +22,40 @@ from megatron_ft.trainer.state import drawn
 SAMPLED = 256
 """Elements of a tensor that a trace looks at, at most."""
 
+END = object()
+"""Stands for the item behind the last one."""
+
 
 class SharedDraws:
     """Reads an iterator, and finds out if its order depends on other draws of the process.
 
-    This is so if reading draws from the process's generators behind the first item, and if others
-    have drawn from them in between.
+    ``draws``: reading draws from the process's generators behind the first item, which may draw
+    the order.  ``others``: so do others in between.  With both no replay can give the same items.
     """
 
     def __init__(self) -> None:
         self._left: Any = None
-        self._draws = self._others = False
-
-    @property
-    def mixed(self) -> bool:
-        """True if no replay can give the same items."""
-        return self._draws and self._others
+        self.draws = self.others = False
 
     def begin(self) -> None:
-        """A pass begins: its first item may draw the order."""
+        """A pass begins."""
         self._left = None
 
-    def next(self, items: Iterator[Any], default: Any) -> Any:
-        """The next item, or ``default`` at the end."""
-        if self.mixed:
-            return next(items, default)
+    def next(self, items: Iterator[Any]) -> Any:
+        """The next item, END behind the last."""
+        if self.draws and self.others:
+            return next(items, END)
         before, left = drawn(), self._left
-        item = next(items, default)
+        item = next(items, END)
         self._left = drawn()
         if left is not None:
-            self._draws |= self._left != before
-            self._others |= before != left
+            self.draws |= self._left != before
+            self.others |= before != left
         return item
 
 
 class BatchTrace:
-    """The trace of batches."""
+    """The trace of the batches that training has got, with those of ``value`` before them."""
 
     def __init__(self, value: int | None = 0) -> None:
         self.value = value
@@ -67,41 +65,39 @@ class BatchTrace:
         self.value = _traced(batch, self.value or 0)
 
 
-class ItemTrace:
-    """A pass over a sampler, which drops its first items, and the trace of items in use.
+class TracedSampler:
+    """Stands for a sampler in one pass, of which it drops the first items; has the trace of those
+    in use.
 
     A batch is made of ``each`` items.
     """
 
     def __init__(self, sampler: Any, skip: int, each: int, draws: SharedDraws | None) -> None:
-        self._sampler, self._skip, self._each, self._draws = sampler, skip, each, draws
+        self.traced, self._skip, self._each, self._draws = sampler, skip, each, draws
         self._rest: Iterator[Any] | None = None
         self._ahead: deque[int] = deque()
-        self._newest = 0
+        self._newest, self._is_read = 0, False
         self.value: int | None = 0
 
-    def items(self) -> Iterator[Any]:
-        """The items that are not dropped."""
-        self.advance()
-        assert self._rest is not None
-        end = object()
-        while (item := self._next(self._rest, end)) is not end:
+    def __iter__(self) -> Iterator[Any]:
+        # The pass begins as it is read: torch makes an iterator more than it reads.
+        if self._is_read:
+            yield from self.traced
+            return
+        self._is_read, rest = True, self.begin()
+        while (item := self._draws.next(rest) if self._draws else next(rest, END)) is not END:
             self._newest = _traced(item, self._newest)
             self._ahead.append(self._newest)
             yield item
 
-    def _next(self, items: Iterator[Any], end: Any) -> Any:
-        return next(items, end) if self._draws is None else self._draws.next(items, end)
-
-    def advance(self) -> None:
-        """Begin the pass, unless workers have asked for its first items already."""
+    def begin(self) -> Iterator[Any]:
+        """The items that are not dropped; workers may have asked for the first of them."""
         if self._rest is None:
-            if self._draws is not None:
-                self._draws.begin()
-            self._rest = iter(self._sampler)
+            self._rest = iter(self.traced)
             for item in islice(self._rest, self._skip):
                 self._newest = _traced(item, self._newest)
             self.value = self._newest
+        return self._rest
 
     def took(self, _batch: Any) -> None:
         """Training has got the next batch."""
@@ -110,43 +106,30 @@ class ItemTrace:
         for _ in range(min(self._each, len(self._ahead))):
             self.value = self._ahead.popleft()
 
-
-class TracedSampler:
-    """Stands for a sampler while a pass begins."""
-
-    def __init__(self, sampler: Any, each: int, draws: SharedDraws | None) -> None:
-        self._sampler, self._each, self._draws = sampler, each, draws
-        self._waiting: ItemTrace | None = None
-
-    @property
-    def traced(self) -> Any:
-        """The loader's own sampler."""
-        return self._sampler
-
-    def begin(self, skip: int = 0) -> ItemTrace:
-        """Have the next pass drop its first items; its trace."""
-        self._waiting = ItemTrace(self._sampler, skip, self._each, self._draws)
-        return self._waiting
-
-    def __iter__(self) -> Iterator[Any]:
-        # The pass begins as it is read: torch makes an iterator more than it reads.
-        trace, self._waiting = self._waiting or self.begin(), None
-        yield from trace.items()
-
     def __len__(self) -> int:
-        return len(self._sampler)
+        return len(self.traced)
 
     def __getattr__(self, name: str) -> Any:
         # Accelerate's loader sets the epoch of its sampler as a pass begins.
-        return getattr(vars(self)["_sampler"], name)
+        return getattr(vars(self)["traced"], name)
 
 
 @contextmanager
-def tracing(loader: Any, name: str, sampler: TracedSampler, **changed: Any) -> Iterator[None]:
-    """Put ``sampler`` in the place of a loader's attribute ``name``, for a pass that begins inside
-    the block; so for other attributes."""
+def tracing(loader: Any, name: str, trace: Any, place: Mapping[str, Any] | None) -> Iterator[None]:
+    """Put ``trace`` in the place of a loader's sampler, the attribute ``name``, for a pass that
+    begins inside the block; make new workers if the pass is that of ``place``.
+    """
+    changed = {name: trace} if name else {}
+    stays = getattr(loader, "persistent_workers", False)
+    if stays and place is not None:
+        vars(loader)["_iterator"] = None
+        if not place["begun"]["first"]:
+            # In a later pass it reused workers, and drew no seed for them.
+            changed["generator"] = torch.Generator()
+    elif stays and name and (kept := loader._iterator) is not None:
+        kept._index_sampler = trace
     # Not setattr: DataLoader guards against changes while an iterator is under way.
-    attributes, changed = vars(loader), {name: sampler, **changed}
+    attributes = vars(loader) if changed else {}
     before = {key: attributes[key] for key in changed}
     attributes.update(changed)
     try:
@@ -161,38 +144,11 @@ def workers_of(loader: Any) -> int:
     return number if isinstance(number, int) else 0
 
 
-def new_workers(loader: Any, first_pass: bool) -> dict[str, Any]:
-    """Have a loader with persistent workers make new ones; what ``tracing`` is to change for it."""
-    if not getattr(loader, "persistent_workers", False):
-        return {}
-    vars(loader)["_iterator"] = None
-    # In a later pass it reused workers, and drew no seed for them.
-    return {} if first_pass else {"generator": torch.Generator()}
-
-
 def sampler_name(loader: Any) -> str:
     """The attribute of torch's DataLoader that gives an item for each batch, '' if none does."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return ""
     return "sampler" if loader.batch_sampler is None else "batch_sampler"
-
-
-def dropped(items: Iterator[Any], count: int) -> Iterator[Any]:
-    """The iterator, without its first items."""
-    next(islice(items, count, count), None)
-    return items
-
-
-def read(batches: Iterator[Any], count: int, trace: Any) -> None:
-    """Read so many batches, for their trace alone."""
-    for batch in islice(batches, count):
-        if trace is not None:
-            trace.took(batch)
-
-
-def is_right(trace: Any, right: int | None) -> bool:
-    """True if a pass that was replayed has this trace, or if nobody knows."""
-    return trace is None or right is None or trace.value == right
 
 
 def _traced(value: Any, before: int) -> int:

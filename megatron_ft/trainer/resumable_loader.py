@@ -18,7 +18,6 @@ from megatron_ft.core.errors import ConfigError
 from megatron_ft.trainer.loader_position import Clock, LoaderPosition
 from megatron_ft.trainer.loader_trace import sampler_name
 from megatron_ft.trainer.own_position import OwnPosition
-from megatron_ft.trainer.sampler_position import SamplerPosition
 from megatron_ft.trainer.teardown import on_teardown
 
 
@@ -87,15 +86,13 @@ def position_of(loader: Any) -> LoaderPosition:
     deepspeed = sys.modules.get("deepspeed.runtime.dataloader")
     if deepspeed is not None and isinstance(loader, deepspeed.DeepSpeedDataLoader):
         items = 1 if loader.curriculum_learning_enabled else loader.batch_size
-        return SamplerPosition(loader, "data_sampler", items)
+        return LoaderPosition(loader, sampler="data_sampler", items=items)
     # Accelerate's loaders always have the methods, but they work only if this says so.
     calls = [getattr(loader, name, None) for name in ("state_dict", "load_state_dict")]
     if all(map(callable, calls)) and getattr(loader, "use_stateful_dataloader", True):
         return OwnPosition(loader)
-    own_iteration = type(loader).__iter__ is not DataLoader.__iter__
-    if not own_iteration and (name := sampler_name(loader)):
-        return SamplerPosition(loader, name, 1)
-    return LoaderPosition(loader)
+    iterates_itself = type(loader).__iter__ is not DataLoader.__iter__
+    return LoaderPosition(loader, sampler="" if iterates_itself else sampler_name(loader))
 
 
 registered: weakref.WeakValueDictionary[str, LoaderPosition] = weakref.WeakValueDictionary()
