@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.core.objects import PLAIN
+from megatron_ft.trainer.in_place import filled
 
 MOST_OBJECTS, MOST_DEPTH, MOST_ITEMS = 4000, 8, 64
 """Limits of the search for state: objects, attributes of attributes, items of a container."""
@@ -39,7 +40,12 @@ _LEAVES = (
     *(*PLAIN, torch.Tensor, torch.nn.Module, np.ndarray, types.ModuleType, type),
     *(np.generic, types.BuiltinFunctionType),
 )
+_DENSE = ("cpu", torch.strided)
 _LIBRARIES = frozenset({"accelerate", "builtins", "datasets", "deepspeed", "numpy", "torch"})
+
+
+class _Long(int):
+    """A hash in the place of a long list or array."""
 
 
 class OwnState:
@@ -47,24 +53,69 @@ class OwnState:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._found = _Found(loader)
-        self._initial = self._newest = self._found.attributes(long=True)
-        self._fresh = self._found.stateful()
+        self._look()
+        self._initial = self._newest = self._attributes(long=True)
+        self._fresh = self._stateful()
+
+    def _look(self) -> None:
+        """Find the generators, and the samplers and data sets of the user's own."""
+        shared = (random._inst, np.random.mtrand._rand, torch.default_generator)
+        self._generators: dict[str, Any] = {}
+        self._holders: dict[str, Any] = {}
+        self._counting: dict[str, Any] = {}
+        for path, one in _below(self._loader):
+            if isinstance(one, _GENERATORS):
+                if all(one is not other for other in shared):
+                    self._generators[path] = getattr(one, "bit_generator", one)
+            elif _gives_items(type(one)) and not isinstance(one, DataLoader):
+                if one is not self._loader and _has_methods(one, "state_dict", "load_state_dict"):
+                    self._holders[path] = one
+                if _is_own(type(one)) and hasattr(one, "__dict__"):
+                    self._counting[path] = one
 
     def moment(self) -> dict[str, Any]:
         """All of it, as a pass begins or between passes."""
-        self._found = _Found(self._loader)
-        self._newest = self._found.attributes(long=True)
-        return {
-            "generators": self._found.states(),
-            "attributes": self._moved(self._newest),
-            "stateful": self._found.stateful(),
-        }
+        self._look()
+        self._newest = self._attributes(long=True)
+        return {**self._changed(self._newest), "stateful": self._stateful()}
 
     def now(self) -> dict[str, Any]:
         """Everything that may have changed within the pass: generators and plain attributes."""
-        attributes = self._moved(self._found.attributes())
-        return {"generators": self._found.states(), "attributes": attributes}
+        return self._changed(self._attributes())
+
+    def _changed(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+        """States of generators, and attributes that are not as when the loader was made."""
+        missing = object()
+        return {
+            "generators": {
+                path: _generator_state(one)
+                for path, one in self._generators.items()
+                if not isinstance(one, random.SystemRandom)
+            },
+            "attributes": {
+                path: value
+                for path, value in attributes.items()
+                if not isinstance(value, _Long)
+                and not _equal(self._initial.get(path, missing), value)
+            },
+        }
+
+    def _stateful(self) -> dict[str, Any]:
+        return {path: copy.deepcopy(one.state_dict()) for path, one in self._holders.items()}
+
+    def _attributes(self, *, long: bool = False) -> dict[str, Any]:
+        """Plain values of samplers and data sets by path; with ``long``, lists and arrays too."""
+        found = {}
+        for path, one in self._counting.items():
+            bulky = long and not hasattr(type(one), "__getitem__")
+            for name, value in vars(one).items():
+                if hasattr(one, "set_epoch") and "epoch" in name:
+                    continue
+                if type(value) in PLAIN:
+                    found[f"{path}.{name}"] = value
+                elif bulky and (kept := _bulk(value)) is not None:
+                    found[f"{path}.{name}"] = kept
+        return found
 
     def set(self, state: Mapping[str, Any], *, afresh: bool = False, between: bool = False) -> None:
         """Set what ``moment`` or ``now`` gave.
@@ -72,29 +123,31 @@ class OwnState:
         ``afresh``: objects with a ``state_dict`` are as they were made instead.  ``between``: no
         pass is under way; a data set's own position would be the end of the last one.
         """
-        found = _Found(self._loader)
+        self._look()
         stateful = self._fresh if afresh else state.get("stateful", {})
         for path, value in stateful.items():
-            if path in found.holders and not (between and "dataset" in path.split(".")):
-                found.holders[path].load_state_dict(copy.deepcopy(value))
+            if path in self._holders and not (between and "dataset" in path.split(".")):
+                self._holders[path].load_state_dict(copy.deepcopy(value))
         for path, value in state["attributes"].items():
-            found.set_attribute(path, value)
+            owner, _, name = path.rpartition(".")
+            if owner in self._counting:
+                attributes = vars(self._counting[owner])
+                attributes[name] = filled(attributes.get(name), copy.deepcopy(value))
         for path, value in state["generators"].items():
-            if path not in found.generators:
+            if path not in self._generators:
                 raise LayoutMismatchError(
                     f"the snapshot holds the generator {path} of a data loader, which this process "
                     "does not have: make it before the loader, and under the same name"
                 )
-            _set_generator(found.generators[path], value)
+            _set_generator(self._generators[path], value)
 
     def generators_of(self, parts: Sequence[str]) -> list[str]:
         """The generators that the loader's ``parts`` own, such as "dataset"."""
-        paths = {path: re.split(r"[.:\[]", path) for path in self._found.generators}
-        return [path for path, names in paths.items() if {*names} & {*parts}]
+        return [one for one in self._generators if {*re.split(r"[.:\[]", one)} & {*parts}]
 
     def problem(self) -> str:
         """The reason why a pass cannot be repeated, '' if none is known."""
-        for path, one in self._found.generators.items():
+        for path, one in self._generators.items():
             if isinstance(one, random.SystemRandom):
                 return f"{path} draws from the operating system, which draws nothing twice"
         for path, value in self._newest.items():
@@ -104,79 +157,6 @@ class OwnState:
                     "each pass, from a generator or a seed"
                 )
         return ""
-
-    def _moved(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
-        """The attributes that are not as they were when the loader was made."""
-        missing = object()
-        return {
-            path: value
-            for path, value in attributes.items()
-            if not isinstance(value, _Long) and not _equal(self._initial.get(path, missing), value)
-        }
-
-
-class _Long(int):
-    """A hash in the place of a long list or array."""
-
-
-class _Found:
-    """The generators, and the samplers and data sets of the user's own, below a loader."""
-
-    def __init__(self, loader: Any) -> None:
-        self.generators: dict[str, Any] = {}
-        self.holders: dict[str, Any] = {}
-        self._counting: dict[str, Any] = {}
-        shared = (random._inst, np.random.mtrand._rand, torch.default_generator)
-        for path, one in _below(loader):
-            if isinstance(one, _GENERATORS):
-                if all(one is not other for other in shared):
-                    self.generators[path] = one
-            elif one is not loader and _is_stateful(one):
-                self.holders[path] = one
-            if _is_counting(one):
-                self._counting[path] = one
-
-    def states(self) -> dict[str, Any]:
-        """The states of the generators by path."""
-        return {
-            path: _generator_state(one)
-            for path, one in self.generators.items()
-            if not isinstance(one, random.SystemRandom)
-        }
-
-    def stateful(self) -> dict[str, Any]:
-        """Copies of what ``state_dict`` gives, by path."""
-        return {path: copy.deepcopy(one.state_dict()) for path, one in self.holders.items()}
-
-    def attributes(self, *, long: bool = False) -> dict[str, Any]:
-        """Plain values of samplers and data sets by path; with ``long``, lists and arrays too."""
-        found = {}
-        for path, one in self._counting.items():
-            bulky = (
-                long and hasattr(type(one), "__iter__") and not hasattr(type(one), "__getitem__")
-            )
-            numbered = hasattr(one, "set_epoch")
-            for name, value in vars(one).items():
-                if numbered and "epoch" in name:
-                    continue
-                if type(value) in PLAIN:
-                    found[f"{path}.{name}"] = value
-                elif bulky and isinstance(value, list | np.ndarray | torch.Tensor):
-                    if (kept := _bulk(value)) is not None:
-                        found[f"{path}.{name}"] = kept
-        return found
-
-    def set_attribute(self, path: str, value: Any) -> None:
-        """Set one that ``attributes`` gave; containers in place."""
-        owner, _, name = path.rpartition(".")
-        attributes = vars(self._counting[owner]) if owner in self._counting else {}
-        old = attributes.get(name)
-        if isinstance(old, list) and isinstance(value, list):
-            old[:] = value
-        elif isinstance(old, np.ndarray | torch.Tensor) and old.shape == value.shape:
-            old[...] = value
-        elif attributes:
-            attributes[name] = value
 
 
 def _below(loader: Any) -> Iterator[tuple[str, Any]]:
@@ -248,39 +228,30 @@ def _of_function(function: Any) -> list[tuple[str, Any]]:
     return found + [(f"::{name}", v) for name, v in used if isinstance(v, _GENERATORS)]
 
 
-def _is_stateful(one: Any) -> bool:
-    calls = (getattr(type(one), name, None) for name in ("state_dict", "load_state_dict"))
-    iterates = hasattr(type(one), "__iter__") or hasattr(type(one), "__getitem__")
-    return iterates and all(map(callable, calls)) and not isinstance(one, DataLoader)
+def _has_methods(one: Any, *names: str) -> bool:
+    return all(callable(getattr(type(one), name, None)) for name in names)
 
 
-def _is_counting(one: Any) -> bool:
-    """True for the user's own samplers and data sets, which may count their passes."""
-    kind = type(one)
-    own = kind.__module__.partition(".")[0] not in _LIBRARIES
-    return (
-        own
-        and hasattr(one, "__dict__")
-        and not isinstance(one, DataLoader)
-        and (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__"))
-    )
+def _gives_items(kind: type) -> bool:
+    return hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
+
+
+def _is_own(kind: type) -> bool:
+    """True for the user's own classes: their samplers and data sets may count their passes."""
+    return kind.__module__.partition(".")[0] not in _LIBRARIES
 
 
 def _bulk(value: Any) -> Any:
-    """A copy of a short list or array, a hash of a long one, None for what is not plain."""
-    if isinstance(value, list):
-        if not PLAIN.issuperset(map(type, value)):
-            return None
-        return list(value) if len(value) <= SMALL_ITEMS else _Long(hash(tuple(value)))
-    if isinstance(value, torch.Tensor):
-        if value.device.type != "cpu" or value.layout != torch.strided or value.is_nested:
-            return None
-        if value.numel() <= SMALL_ITEMS:
-            return value.detach().clone()
-        return _Long(hash(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()))
-    if value.dtype.hasobject:
-        return None
-    return value.copy() if value.size <= SMALL_ITEMS else _Long(hash(value.tobytes()))
+    """A copy of a short list or array, a hash of a long one, None for all else."""
+    if isinstance(value, list) and PLAIN.issuperset(map(type, value)):
+        return [*value] if len(value) <= SMALL_ITEMS else _Long(hash(tuple(value)))
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return value.copy() if value.size <= SMALL_ITEMS else _Long(hash(value.tobytes()))
+    if type(value) is torch.Tensor and (value.device.type, value.layout) == _DENSE:
+        kept = value.detach().clone()
+        data = kept.contiguous().view(-1).view(torch.uint8).numpy()
+        return kept if kept.numel() <= SMALL_ITEMS else _Long(hash(data.tobytes()))
+    return None
 
 
 def _equal(left: Any, right: Any) -> bool:
@@ -294,15 +265,13 @@ def _equal(left: Any, right: Any) -> bool:
 def _generator_state(one: Any) -> Any:
     if isinstance(one, random.Random):
         return one.getstate()
-    if isinstance(one, np.random.RandomState):
-        return one.get_state(legacy=False)
-    if isinstance(one, np.random.Generator):
-        return one.bit_generator.state, _children(one.bit_generator)
     if isinstance(one, np.random.BitGenerator):
         return one.state, _children(one)
     if isinstance(one, np.random.SeedSequence):
         return one.n_children_spawned
-    return one.get_state()
+    return (
+        one.get_state(legacy=False) if isinstance(one, np.random.RandomState) else one.get_state()
+    )
 
 
 def _children(one: Any) -> int:
@@ -312,11 +281,10 @@ def _children(one: Any) -> int:
 def _set_generator(one: Any, state: Any) -> None:
     if isinstance(one, random.Random):
         one.setstate(state)
-    elif isinstance(one, np.random.Generator | np.random.BitGenerator):
-        bits = one.bit_generator if isinstance(one, np.random.Generator) else one
-        bits.state, children = state
+    elif isinstance(one, np.random.BitGenerator):
+        one.state, children = state
         if children:
-            _set_generator(bits.seed_seq, children)
+            _set_generator(one.seed_seq, children)
     elif isinstance(one, np.random.SeedSequence):
         if state < one.n_children_spawned:
             raise LayoutMismatchError("a SeedSequence of a data loader was spawned before load()")
@@ -327,22 +295,16 @@ def _set_generator(one: Any, state: Any) -> None:
 
 def numbered(loader: Any) -> list[Any]:
     """The samplers and data sets below a loader that have ``set_epoch``."""
-    below = (one for _, one in _below(loader) if one is not loader)
-    return [one for one in below if callable(getattr(type(one), "set_epoch", None))]
+    return [o for _, o in _below(loader) if o is not loader and _has_methods(o, "set_epoch")]
 
 
 def samplers_of(loader: Any) -> list[Any]:
     """All samplers of a loader, and those in them, from the outermost on."""
-    found: list[Any] = []
+    found: dict[int, Any] = {}
     left = [loader]
     while left:
         names = ("data_sampler", "sampler", "batch_sampler")
-        inner = _distinct(getattr(one, name, None) for one in left for name in names)
-        left = [one for one in inner if all(one is not other for other in found)]
-        found += left
-    return found
-
-
-def _distinct(objects: Iterable[Any]) -> list[Any]:
-    """The objects but None, each once."""
-    return list({id(one): one for one in objects if one is not None}.values())
+        inner = [getattr(one, name, None) for one in left for name in names]
+        left = [one for one in inner if one is not None and id(one) not in found]
+        found.update({id(one): one for one in left})
+    return [*found.values()]

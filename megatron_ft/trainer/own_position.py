@@ -106,8 +106,7 @@ class OwnPosition(LoaderPosition):
     def _from(self, state: Any, count: int) -> Iterator[Any]:
         """The pass that begins with a state; one that is empty is that of the pass before."""
         self.loader.load_state_dict(copy.deepcopy(state))
-        batches = iter(self.loader)
-        if not count:
-            return batches
-        first = next(batches, END)
-        return iter(self.loader) if first is END else chain((first,), batches)
+        batches: Iterator[Any] = iter(self.loader)
+        if count and (first := next(batches, END)) is not END:
+            return chain((first,), batches)
+        return iter(self.loader) if count else batches
