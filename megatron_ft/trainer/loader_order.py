@@ -13,6 +13,7 @@ import re
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ MOST_OBJECTS, MOST_DEPTH, MOST_ITEMS = 4000, 8, 64
 """Limits of the search for state: objects, attributes of attributes, items of a container."""
 
 SMALL_ITEMS = 4096
-"""A list or array of a sampler up to this length is kept where passes change it."""
+"""A container or array of a sampler up to this length is kept where passes change it."""
 
 READERS = ("dataset", "collate_fn", "worker_init_fn")
 """Parts of a loader that are at work as samples are read."""
@@ -40,6 +41,7 @@ _LEAVES = (
     *(*PLAIN, torch.Tensor, torch.nn.Module, np.ndarray, types.ModuleType, type),
     *(np.generic, types.BuiltinFunctionType),
 )
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _DENSE = ("cpu", torch.strided)
 _LIBRARIES = frozenset({"accelerate", "builtins", "datasets", "deepspeed", "numpy", "torch"})
 
@@ -70,7 +72,7 @@ class OwnState:
             elif _gives_items(type(one)) and not isinstance(one, DataLoader):
                 if one is not self._loader and _has_methods(one, "state_dict", "load_state_dict"):
                     self._holders[path] = one
-                if _is_own(type(one)) and hasattr(one, "__dict__"):
+                if _is_own(type(one)):
                     self._counting[path] = one
 
     def moment(self) -> dict[str, Any]:
@@ -108,7 +110,7 @@ class OwnState:
         found = {}
         for path, one in self._counting.items():
             bulky = long and not hasattr(type(one), "__getitem__")
-            for name, value in vars(one).items():
+            for name, value in _named(one).items():
                 if hasattr(one, "set_epoch") and "epoch" in name:
                     continue
                 if type(value) in PLAIN:
@@ -131,8 +133,9 @@ class OwnState:
         for path, value in state["attributes"].items():
             owner, _, name = path.rpartition(".")
             if owner in self._counting:
-                attributes = vars(self._counting[owner])
-                attributes[name] = filled(attributes.get(name), copy.deepcopy(value))
+                one = self._counting[owner]
+                changed = filled(getattr(one, name, None), copy.deepcopy(value))
+                object.__setattr__(one, name, changed)
         for path, value in state["generators"].items():
             if path not in self._generators:
                 raise LayoutMismatchError(
@@ -195,9 +198,7 @@ def _parts(one: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(one, Mapping | list | tuple | set | frozenset | deque):
         items = one.items() if isinstance(one, Mapping) else enumerate(one)
         held = [(f"[{key!r}]", v) for key, v in items] if len(one) <= MOST_ITEMS else []
-    held += [(f".{name}", value) for name, value in getattr(one, "__dict__", {}).items()]
-    slots = (s for c in type(one).__mro__ for s in _names(vars(c).get("__slots__", ())))
-    held += [(f".{slot}", getattr(one, slot)) for slot in slots if hasattr(one, slot)]
+    held += [(f".{name}", value) for name, value in _named(one).items()]
     for kind in type(one).__mro__:
         if kind.__module__.partition(".")[0] not in _LIBRARIES:
             for value in vars(kind).values():
@@ -208,8 +209,15 @@ def _parts(one: Any) -> Iterable[tuple[str, Any]]:
     return held
 
 
-def _names(slots: Any) -> Sequence[str]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+def _named(one: Any) -> dict[str, Any]:
+    """The attributes of an object, those in slots too."""
+    found: dict[str, Any] = {**getattr(one, "__dict__", {})}
+    for kind in type(one).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(one, name):
+                found[name] = getattr(one, name)
+    return found
 
 
 def _of_function(function: Any) -> list[tuple[str, Any]]:
@@ -242,9 +250,12 @@ def _is_own(kind: type) -> bool:
 
 
 def _bulk(value: Any) -> Any:
-    """A copy of a short list or array, a hash of a long one, None for all else."""
-    if isinstance(value, list) and PLAIN.issuperset(map(type, value)):
-        return [*value] if len(value) <= SMALL_ITEMS else _Long(hash(tuple(value)))
+    """A copy of a small container or array, a hash of a large one, None for all else."""
+    if type(value) in _CONTAINERS:
+        leaves = [*islice(_leaves(value), SMALL_ITEMS + 1)]
+        if not PLAIN.issuperset(map(type, leaves)):
+            return None
+        return copy.deepcopy(value) if len(leaves) <= SMALL_ITEMS else _Long(hash(repr(value)))
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return value.copy() if value.size <= SMALL_ITEMS else _Long(hash(value.tobytes()))
     if type(value) is torch.Tensor and (value.device.type, value.layout) == _DENSE:
@@ -252,6 +263,14 @@ def _bulk(value: Any) -> Any:
         data = kept.contiguous().view(-1).view(torch.uint8).numpy()
         return kept if kept.numel() <= SMALL_ITEMS else _Long(hash(data.tobytes()))
     return None
+
+
+def _leaves(value: Any, depth: int = 0) -> Iterator[Any]:
+    if type(value) not in _CONTAINERS or depth == MOST_DEPTH:
+        yield value
+        return
+    for inner in (*value.keys(), *value.values()) if isinstance(value, dict) else value:
+        yield from _leaves(inner, depth + 1)
 
 
 def _equal(left: Any, right: Any) -> bool:

@@ -7,10 +7,12 @@ compared.  The table is read anew each time: modules that a training has importe
 from __future__ import annotations
 
 import builtins
+import copy
 import gc
 import locale
 import logging
 import os
+import re
 import resource
 import signal
 import socket
@@ -18,8 +20,10 @@ import sys
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,21 +33,13 @@ import torch.utils.data
 from megatron_ft.rpc.heartbeat_page import DUMP_SIGNAL
 from megatron_ft.trainer.interrupt import INTERRUPT_SIGNAL
 
-Put = Callable[[Any], Any]
-
 
 class ProcessSetting(NamedTuple):
     """One setting: ``put`` makes ``get`` give a value again that it gave before."""
 
     name: str
     get: Callable[[], Any]
-    put: Put | None = None
-
-
-class Unreadable(NamedTuple):
-    """The value of a setting whose ``get`` raises: torch's do where two APIs were mixed."""
-
-    kind: str
+    put: Callable[[Any], Any] | None = None
 
 
 def settings() -> Iterator[ProcessSetting]:
@@ -55,62 +51,75 @@ def settings() -> Iterator[ProcessSetting]:
 
 
 def read(setting: ProcessSetting) -> Any:
-    """The present value of a setting; Unreadable where asking for it raises."""
+    """The present value; the error's name where torch raises because two APIs were mixed."""
     try:
         return setting.get()
     except Exception as error:
-        return Unreadable(type(error).__name__)
+        return "unreadable", type(error).__name__
 
 
-def attribute(owner: Any, name: str) -> ProcessSetting:
-    """An attribute as a setting."""
-    where = f"{getattr(owner, '__name__', owner)}.{name}"
-    return ProcessSetting(where, partial(getattr, owner, name), partial(setattr, owner, name))
+def identities(container: Any) -> list[int]:
+    """Its objects, none of which is asked: ``==`` may be slow, and a mock keeps a record of it."""
+    values = container.values() if isinstance(container, dict) else ()
+    return [id(one) for one in (*container, *values)]
 
 
-def content(name: str, container: list[Any] | dict[Any, Any] | set[Any]) -> ProcessSetting:
-    """What a container holds, by identity; the container itself stays."""
+def refill(container: Any, content: Any) -> None:
+    """Give a container other content; names that stay are there at any moment."""
     if isinstance(container, dict):
-        return ProcessSetting(name, lambda: _Same(container.items()), partial(_refill, container))
-    return ProcessSetting(name, lambda: _Same(container), partial(_refill, container))
+        for name in [name for name in container if name not in content]:
+            del container[name]
+    else:
+        container.clear()
+    add = container.extend if isinstance(container, list | deque) else container.update
+    add(content)
 
 
-class _Same:
-    """Objects that are equal to others if they are the same ones: ``==`` of theirs may be slow."""
+class _Content:
+    """What a container holds; equal to what holds the same objects."""
 
-    def __init__(self, objects: Any) -> None:
-        self.objects = list(objects)
+    def __init__(self, container: Any) -> None:
+        self.objects = copy.copy(container)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._identities() == other._identities()
-
-    def _identities(self) -> list[Any]:
-        pairs = [one if isinstance(one, tuple) else (one,) for one in self.objects]
-        return [tuple(map(id, pair)) for pair in pairs]
+        same = isinstance(other, _Content)
+        return same and identities(self.objects) == identities(other.objects)
 
 
-def _refill(container: Any, value: _Same) -> None:
-    if isinstance(container, dict):
-        # Never empty in between: Python's own names are in such a one.
-        for name in [name for name in container if name not in dict(value.objects)]:
-            del container[name]
-        container.update(value.objects)
-        return
-    container.clear()
-    (container.extend if isinstance(container, list) else container.update)(value.objects)
+def _attributes(owner: Any, *names: str) -> Iterator[ProcessSetting]:
+    for name in names:
+        of = f"{owner.__name__}.{name}"
+        yield ProcessSetting(of, partial(getattr, owner, name), partial(setattr, owner, name))
+
+
+def _contents(**containers: Any) -> Iterator[ProcessSetting]:
+    for name, one in containers.items():
+        put = partial(_put_content, one)
+        yield ProcessSetting(name.replace("__", "."), partial(_Content, one), put)
+
+
+def _put_content(container: Any, value: _Content) -> None:
+    refill(container, value.objects)
+
+
+def _pairs(owner: Any, *names: str) -> Iterator[ProcessSetting]:
+    """Settings that a module has ``get<name>`` and ``set<name>`` for."""
+    for name in names:
+        put = partial(_call, getattr(owner, f"set{name}"))
+        yield ProcessSetting(f"{owner.__name__}.{name}", getattr(owner, f"get{name}"), put)
+
+
+def _call(setter: Callable[..., Any], value: Any) -> None:
+    """Some getters give several arguments of the setter."""
+    if isinstance(value, dict):
+        setter(**value)
+    elif isinstance(value, tuple):
+        setter(*value)
+    else:
+        setter(value)
 
 
 # torch's own.
-
-_SWITCHES = {
-    "flash_sdp_enabled": "sdp_use_flash",
-    "mem_efficient_sdp_enabled": "sdp_use_mem_efficient",
-    "math_sdp_enabled": "sdp_use_math",
-    "cudnn_sdp_enabled": "sdp_use_cudnn",
-    "overrideable_sdp_enabled": "sdp_use_overrideable",
-    "fa3_sdp_enabled": "sdp_use_fa3",
-}
-"""Getters of torch._C to setters of another name; all others have the same one."""
 
 _ELSEWHERE = frozenset(
     ("default_device", "default_dtype", "dispatch_mode", "deterministic_algorithms", "grad_enabled",
@@ -120,41 +129,40 @@ _ELSEWHERE = frozenset(
 """Pairs of torch._C that are no settings, or have a public pair in this table."""
 
 _PRECISIONS = [
-    (backend, part)
-    for backend, parts in {
-        "generic": ("all",),
-        "cuda": ("all", "matmul", "conv", "rnn"),
-        "mkldnn": ("all", "matmul", "conv", "rnn"),
-    }.items()
-    for part in parts
+    ("generic", "all"),
+    *product(("cuda", "mkldnn"), ("all", "matmul", "conv", "rnn")),
 ]
 """Backends and operations with a precision of their own (torch.backends.*.fp32_precision)."""
 
 
 def _of_torch() -> Iterator[ProcessSetting]:
     c: Any = torch._C
-    dtypes = ("cpu", "cuda")
     yield ProcessSetting("torch.is_grad_enabled", torch.is_grad_enabled, torch.set_grad_enabled)
-    yield ProcessSetting("torch.default_dtype", torch.get_default_dtype, torch.set_default_dtype)
     yield ProcessSetting("torch.default_device", torch.get_default_device, _set_device)
-    yield ProcessSetting("torch.deterministic_algorithms", _deterministic, _set_deterministic)
-    yield ProcessSetting("torch.autograd.anomaly", _anomaly, _set_anomaly)
-    yield ProcessSetting("torch.num_threads", torch.get_num_threads, torch.set_num_threads)
+    yield from _pairs(torch, "_default_dtype", "_num_threads")
+    yield ProcessSetting(
+        "torch.deterministic_algorithms",
+        lambda: {
+            "mode": torch.are_deterministic_algorithms_enabled(),
+            "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        },
+        partial(_call, torch.use_deterministic_algorithms),
+    )
+    yield ProcessSetting(
+        "torch.autograd.anomaly",
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        partial(_call, torch.autograd.set_detect_anomaly),
+    )
     yield ProcessSetting("torch.flush_denormal", _flushes, torch.set_flush_denormal)
     yield ProcessSetting("torch.inference_mode", torch.is_inference_mode_enabled)
-    for kind in dtypes:
-        get, put = torch.get_autocast_dtype, torch.set_autocast_dtype
-        yield ProcessSetting(
-            f"torch.autocast_dtype({kind})", partial(get, kind), partial(put, kind)
-        )
-        on, switch = torch.is_autocast_enabled, torch.set_autocast_enabled
-        yield ProcessSetting(f"torch.autocast({kind})", partial(on, kind), partial(switch, kind))
+    for kind, (name, get, put) in product(("cpu", "cuda"), _AUTOCAST):
+        yield ProcessSetting(f"torch.{name}({kind})", partial(get, kind), partial(put, kind))
     cache = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
     yield ProcessSetting("torch.autocast_cache", *cache)
     for found in dir(c):
         name = found.removeprefix("_get_")
-        setter = getattr(c, f"_set_{_SWITCHES.get(name, name.removesuffix('_enabled'))}", None)
-        setter = getattr(c, f"_set_{name}", setter)
+        short = re.sub(r"(\w+)_sdp_enabled", r"sdp_use_\1", name).removesuffix("_enabled")
+        setter = getattr(c, f"_set_{name}", getattr(c, f"_set_{short}", None))
         if found != name and name not in _ELSEWHERE and setter is not None:
             yield ProcessSetting(f"torch._C.{name}", getattr(c, found), partial(_call, setter))
     if precision := getattr(c, "_get_fp32_precision_getter", None):
@@ -168,31 +176,15 @@ def _of_torch() -> Iterator[ProcessSetting]:
             yield ProcessSetting(f"torch's {name} modes", length)
 
 
-def _call(setter: Callable[..., Any], value: Any) -> None:
-    """Some getters give a tuple of what the setter takes."""
-    setter(*value) if isinstance(value, tuple) else setter(value)
+_AUTOCAST: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
+    ("autocast_dtype", torch.get_autocast_dtype, torch.set_autocast_dtype),
+    ("autocast", torch.is_autocast_enabled, torch.set_autocast_enabled),
+)
 
 
 def _set_device(device: torch.device) -> None:
     # None is what a process begins with; "cpu" would look at every tensor that is made.
     torch.set_default_device(None if device == torch.device("cpu") else device)
-
-
-def _deterministic() -> tuple[bool, bool]:
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    return torch.are_deterministic_algorithms_enabled(), warns
-
-
-def _set_deterministic(value: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
-
-
-def _anomaly() -> tuple[bool, bool]:
-    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-
-
-def _set_anomaly(value: tuple[bool, bool]) -> None:
-    torch.autograd.set_detect_anomaly(*value)
 
 
 def _flushes() -> bool:
@@ -206,53 +198,44 @@ _CONFIGS = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.
 def _of_modules() -> Iterator[ProcessSetting]:
     """Settings in variables of modules that are loaded."""
     module: Any = torch.nn.modules.module
-    optimizer: Any = sys.modules[torch.optim.Optimizer.__module__]
-    for owner in (module, optimizer):
-        for name, value in vars(owner).items():
-            if name.startswith("_global") and isinstance(value, dict):
-                yield content(f"{owner.__name__}.{name}", value)
-    yield attribute(module, "_global_is_full_backward_hook")
+    for owner in (module, sys.modules[torch.optim.Optimizer.__module__]):
+        every = vars(owner).items()
+        hooks = {name: one for name, one in every if name.startswith("_global")}
+        yield from _contents(**{n: one for n, one in hooks.items() if isinstance(one, dict)})
+    yield from _attributes(module, "_global_is_full_backward_hook")
     for name in _CONFIGS:
         if (config := sys.modules.get(name)) is not None and hasattr(config, "get_config_copy"):
             yield ProcessSetting(name, config.get_config_copy, config.load_config)
     # Set once: a loader of the next entry would take the handler of SIGCHLD for installed.
-    yield attribute(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set")
+    yield from _attributes(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set")
     torch_mp: Any = torch.multiprocessing
-    start = partial(torch_mp.get_start_method, allow_none=True)
-    yield ProcessSetting("multiprocessing start method", start, _set_start_method)
-    sharing = torch_mp.get_sharing_strategy, torch_mp.set_sharing_strategy
-    yield ProcessSetting("torch.multiprocessing sharing strategy", *sharing)
+    yield ProcessSetting(
+        "multiprocessing start method",
+        partial(torch_mp.get_start_method, allow_none=True),
+        partial(torch_mp.set_start_method, force=True),
+    )
+    yield from _pairs(torch_mp, "_sharing_strategy")
     if (numpy := sys.modules.get("numpy")) is not None:
-        yield ProcessSetting("numpy.errstate", numpy.geterr, lambda value: numpy.seterr(**value))
-
-
-def _set_start_method(value: str | None) -> None:
-    torch.multiprocessing.set_start_method(value, force=True)
+        yield from _pairs(numpy, "err")
 
 
 def _of_python() -> Iterator[ProcessSetting]:
     # Each init_process_group puts another hook around the one before.
-    for name in ("excepthook", "unraisablehook", "displayhook", "stdin", "stdout", "stderr"):
-        yield attribute(sys, name)
-    yield attribute(threading, "excepthook")
-    yield content("sys.path", sys.path)
-    yield content("sys.argv", sys.argv)
-    yield content("builtins", vars(builtins))
-    yield ProcessSetting("sys.recursionlimit", sys.getrecursionlimit, sys.setrecursionlimit)
-    yield ProcessSetting("sys.switchinterval", sys.getswitchinterval, sys.setswitchinterval)
-    yield ProcessSetting("sys.settrace", sys.gettrace, sys.settrace)
-    yield ProcessSetting("sys.setprofile", sys.getprofile, sys.setprofile)
-    yield ProcessSetting("gc.threshold", gc.get_threshold, lambda value: gc.set_threshold(*value))
+    hooks = ("excepthook", "unraisablehook", "displayhook", "stdin", "stdout", "stderr")
+    yield from _attributes(sys, *hooks)
+    yield from _attributes(threading, "excepthook")
+    yield from _contents(sys__path=sys.path, sys__argv=sys.argv, builtins=vars(builtins))
+    yield from _pairs(sys, "recursionlimit", "switchinterval", "trace", "profile")
+    yield from _pairs(gc, "_threshold", "_debug")
     yield ProcessSetting("gc.enabled", gc.isenabled, lambda on: gc.enable() if on else gc.disable())
-    yield ProcessSetting("gc.debug", gc.get_debug, gc.set_debug)
-    yield content("gc.callbacks", gc.callbacks)
+    yield from _contents(gc__callbacks=gc.callbacks)
     yield ProcessSetting("warnings.filters", lambda: list(warnings.filters), _set_filters)
-    yield attribute(warnings, "showwarning")
-    timeout = socket.getdefaulttimeout, socket.setdefaulttimeout
-    yield ProcessSetting("socket.defaulttimeout", *timeout)
+    yield from _attributes(warnings, "showwarning")
+    yield from _pairs(socket, "defaulttimeout")
     place = partial(locale.setlocale, locale.LC_ALL)
     yield ProcessSetting("locale", place, place)
-    yield attribute(logging.root.manager, "disable")
+    manager = logging.root.manager
+    yield ProcessSetting("logging.disable", lambda: manager.disable, logging.disable)
     yield ProcessSetting("logging", _Loggers, _set_loggers)
 
 
@@ -268,35 +251,31 @@ class _Loggers:
     repeated.
     """
 
-    Changed = tuple[int, _Same, bool, bool]
-    UNCHANGED: Changed = (logging.NOTSET, _Same([]), True, False)
+    Changed = tuple[int, _Content, bool, bool]
+    UNCHANGED: Changed = (logging.NOTSET, _Content([]), True, False)
 
     def __init__(self) -> None:
-        every = logging.root.manager.loggerDict.items()
-        named = {name: one for name, one in every if isinstance(one, logging.Logger)}
+        every = {"": logging.root, **logging.root.manager.loggerDict}
         self.states: dict[str, _Loggers.Changed] = {
-            name: (one.level, _Same(one.handlers), one.propagate, one.disabled)
-            for name, one in {**named, "": logging.root}.items()
+            name: (one.level, _Content(one.handlers), one.propagate, one.disabled)
+            for name, one in every.items()
+            if isinstance(one, logging.Logger)
         }
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Loggers):
-            return False
-        return not (self.differing(other) or other.differing(self))
+        same = isinstance(other, _Loggers)
+        return same and not (self.differing(other) or other.differing(self))
 
     def differing(self, other: _Loggers) -> dict[str, Changed]:
         """States here of the loggers that have another one there."""
-        found = {name: self.states.get(name, self.UNCHANGED) for name in other.states}
-        return {
-            name: state
-            for name, state in found.items()
-            if state != other.states[name] and (name in self.states or not _is_imported(name))
-        }
-
-
-def _is_imported(logger: str) -> bool:
-    package = logger.partition(".")[0]
-    return package in sys.modules and package != "__main__"
+        found = {}
+        for name, state in other.states.items():
+            package = name.partition(".")[0]
+            imported = package in sys.modules and package != "__main__"
+            mine = self.states.get(name, state if imported else self.UNCHANGED)
+            if mine != state:
+                found[name] = mine
+        return found
 
 
 def _set_loggers(value: _Loggers) -> None:
@@ -320,22 +299,20 @@ def _of_system() -> Iterator[ProcessSetting]:
     for number in signal.valid_signals() - {*_OURS}:
         get, put = partial(signal.getsignal, number), partial(signal.signal, number)
         yield ProcessSetting(f"the handler of signal {int(number)}", get, put)
-    mask = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ())
-    yield ProcessSetting(
-        "the signal mask", mask, partial(signal.pthread_sigmask, signal.SIG_SETMASK)
-    )
+    block, mask = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ()), signal.SIG_SETMASK
+    yield ProcessSetting("the signal mask", block, partial(signal.pthread_sigmask, mask))
     for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
         yield ProcessSetting(f"timer {timer}", partial(_timer, timer), partial(_stop_timer, timer))
-    for name in dir(resource):
+    for name, limit in vars(resource).items():
         if name.startswith("RLIMIT_"):
-            limit = getattr(resource, name)
-            limits = partial(resource.getrlimit, limit), partial(resource.setrlimit, limit)
-            yield ProcessSetting(name, *limits)
-    nice = partial(os.getpriority, os.PRIO_PROCESS, 0)
-    yield ProcessSetting("nice", nice, partial(os.setpriority, os.PRIO_PROCESS, 0))
-    yield ProcessSetting("the scheduler", partial(os.sched_getscheduler, 0), _set_scheduler)
-    affinity = partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0)
-    yield ProcessSetting("the processors", *affinity)
+            get, put = partial(resource.getrlimit, limit), partial(resource.setrlimit, limit)
+            yield ProcessSetting(name, get, put)
+    for name, get, put in (
+        ("nice", partial(os.getpriority, os.PRIO_PROCESS), partial(_set_nice)),
+        ("the scheduler", os.sched_getscheduler, _set_scheduler),
+        ("the processors", os.sched_getaffinity, partial(os.sched_setaffinity, 0)),
+    ):
+        yield ProcessSetting(name, partial(get, 0), put)
     score = Path("/proc/self/oom_score_adj")
     yield ProcessSetting("oom_score_adj", score.read_text, score.write_text)
     yield ProcessSetting("user and group", lambda: (os.getresuid(), os.getresgid(), os.getgroups()))

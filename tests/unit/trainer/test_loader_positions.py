@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,6 +84,40 @@ class Counts(Shuffled):
     def __iter__(self) -> Iterator[int]:
         self.number += 1
         return iter(order_by(np.random.default_rng(self.number)))
+
+
+class InSlots:
+    """Counts its passes without a ``__dict__``."""
+
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.number += 1
+        return iter(order_by(np.random.default_rng(self.number)))
+
+
+class CountsElsewhere(Shuffled):
+    """Keeps the number of the pass in a container."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+    def __iter__(self) -> Iterator[int]:
+        if isinstance(self.kept, dict):
+            self.kept["passes"]["begun"] += 1
+            number = self.kept["passes"]["begun"]
+        elif isinstance(self.kept, set):
+            self.kept.add(number := len(self.kept))
+        else:
+            self.kept.rotate(5)
+            number = self.kept[0]
+        return iter(order_by(np.random.default_rng(number)))
 
 
 class DrawsOnTheWay(Shuffled):
@@ -229,6 +264,10 @@ LOADERS: dict[str, Callable[..., Any]] = {
     "a module's generator": by(UsesGlobal),
     "a list that is shuffled": by(ShufflesItsList),
     "a counter": by(Counts),
+    "a counter in slots": by(InSlots),
+    "a counter in a dict": by(lambda: CountsElsewhere({"passes": {"begun": 0}})),
+    "a set that grows": by(lambda: CountsElsewhere(set())),
+    "a deque that turns": by(lambda: CountsElsewhere(deque(DATA))),
     "drawn on the way": by(lambda: DrawsOnTheWay(random.Random(0))),
     "a position of its own": by(Knows),
     "weighted": by(Weighted),
