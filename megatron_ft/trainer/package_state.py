@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from megatron_ft.trainer.process_settings import identities, refill
+
 _CODE = (type, FunctionType, BuiltinFunctionType, ModuleType)
 _STATE = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, Number, torch.Stream, torch.Event)
 _CONTAINERS = (list, dict, set, deque, tuple)
@@ -52,35 +54,23 @@ class PackageState:
                     if hasattr(function, "cache_clear") and _is_written(function, "cache_clear"):
                         function.cache_clear()
         for default, content in self._defaults:
-            _refill(default, content)
+            refill(default, content)
         for of_class, container, content in self._contents:
             _put_back(container, content, of_class)
 
 
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    add = container.extend if isinstance(container, list | deque) else container.update
-    add(content)
-
-
 def _put_back(container: Any, before: Any, of_class: bool) -> None:
     """Give a container its content of before again, and what an import has registered since."""
-    if _identities(container) == _identities(before):
+    if identities(container) == identities(before):
         return
     if isinstance(container, dict):
         new = {n: v for n, v in container.items() if n not in before and _stays(v, of_class)}
-        _refill(container, {**before, **new})
+        refill(container, {**before, **new})
         return
     known = set(map(id, before))
     stays = [one for one in container if id(one) not in known and _stays(one, of_class)]
     if len(container) != len(before) + len(stays):
-        _refill(container, [*before, *stays])
-
-
-def _identities(container: Any) -> list[int]:
-    """Its objects, none of which is asked: a mock keeps a record of that, too."""
-    values = container.values() if isinstance(container, dict) else ()
-    return [id(one) for one in (*container, *values)]
+        refill(container, [*before, *stays])
 
 
 def _stays(value: Any, of_class: bool) -> bool:

@@ -20,10 +20,9 @@ import sys
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +60,8 @@ def read(setting: ProcessSetting) -> Any:
 def identities(container: Any) -> list[int]:
     """Its objects, none of which is asked: ``==`` may be slow, and a mock keeps a record of it."""
     values = container.values() if isinstance(container, dict) else ()
-    return [id(one) for one in (*container, *values)]
+    found = [id(one) for one in (*container, *values)]
+    return sorted(found) if isinstance(container, set) else found
 
 
 def refill(container: Any, content: Any) -> None:
@@ -69,10 +69,13 @@ def refill(container: Any, content: Any) -> None:
     if isinstance(container, dict):
         for name in [name for name in container if name not in content]:
             del container[name]
-    else:
-        container.clear()
-    add = container.extend if isinstance(container, list | deque) else container.update
-    add(content)
+        container.update(content)
+        if [*container] != [*content]:
+            for name in content:
+                container[name] = container.pop(name)
+        return
+    container.clear()
+    (container.update if isinstance(container, set) else container.extend)(content)
 
 
 class _Content:
@@ -92,10 +95,10 @@ def _attributes(owner: Any, *names: str) -> Iterator[ProcessSetting]:
         yield ProcessSetting(of, partial(getattr, owner, name), partial(setattr, owner, name))
 
 
-def _contents(**containers: Any) -> Iterator[ProcessSetting]:
+def _contents(owner: Any, containers: dict[str, Any]) -> Iterator[ProcessSetting]:
     for name, one in containers.items():
         put = partial(_put_content, one)
-        yield ProcessSetting(name.replace("__", "."), partial(_Content, one), put)
+        yield ProcessSetting(f"{owner.__name__}.{name}", partial(_Content, one), put)
 
 
 def _put_content(container: Any, value: _Content) -> None:
@@ -103,8 +106,8 @@ def _put_content(container: Any, value: _Content) -> None:
 
 
 def _pairs(owner: Any, *names: str) -> Iterator[ProcessSetting]:
-    """Settings that a module has ``get<name>`` and ``set<name>`` for."""
-    for name in names:
+    """Settings that a module, if it is loaded, has ``get<name>`` and ``set<name>`` for."""
+    for name in names if owner is not None else ():
         put = partial(_call, getattr(owner, f"set{name}"))
         yield ProcessSetting(f"{owner.__name__}.{name}", getattr(owner, f"get{name}"), put)
 
@@ -128,63 +131,68 @@ _ELSEWHERE = frozenset(
 )  # fmt: skip
 """Pairs of torch._C that are no settings, or have a public pair in this table."""
 
-_PRECISIONS = [
-    ("generic", "all"),
-    *product(("cuda", "mkldnn"), ("all", "matmul", "conv", "rnn")),
-]
-"""Backends and operations with a precision of their own (torch.backends.*.fp32_precision)."""
+_OPERATIONS = ("all", "matmul", "conv", "rnn")
+"""Those with a precision of their own (torch.backends.*.fp32_precision)."""
 
 
 def _of_torch() -> Iterator[ProcessSetting]:
     c: Any = torch._C
-    yield ProcessSetting("torch.is_grad_enabled", torch.is_grad_enabled, torch.set_grad_enabled)
-    yield ProcessSetting("torch.default_device", torch.get_default_device, _set_device)
-    yield from _pairs(torch, "_default_dtype", "_num_threads")
-    yield ProcessSetting(
-        "torch.deterministic_algorithms",
-        lambda: {
-            "mode": torch.are_deterministic_algorithms_enabled(),
-            "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        },
-        partial(_call, torch.use_deterministic_algorithms),
+    yield from _pairs(torch, "_default_dtype", "_num_threads", "_num_interop_threads")
+    yield from starmap(
+        ProcessSetting,
+        (
+            ("torch.grad_enabled", torch.is_grad_enabled, torch.set_grad_enabled),
+            ("torch.default_device", torch.get_default_device, _set_device),
+            ("torch.deterministic_algorithms", _deterministic, _set_deterministic),
+            ("torch.autograd.anomaly", _anomaly, partial(_call, c.set_anomaly_enabled)),
+            ("torch.flush_denormal", _flushes, torch.set_flush_denormal),
+            ("torch.inference_mode", torch.is_inference_mode_enabled),
+            ("torch.sparse checks", torch.sparse.check_sparse_tensor_invariants.is_enabled, _check),
+            ("torch.autocast_cache", c.is_autocast_cache_enabled, c.set_autocast_cache_enabled),
+            ("torch's dispatch modes", c._len_torch_dispatch_stack),
+            ("torch's function modes", c._len_torch_function_stack),
+        ),
     )
-    yield ProcessSetting(
-        "torch.autograd.anomaly",
-        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        partial(_call, torch.autograd.set_detect_anomaly),
-    )
-    yield ProcessSetting("torch.flush_denormal", _flushes, torch.set_flush_denormal)
-    yield ProcessSetting("torch.inference_mode", torch.is_inference_mode_enabled)
-    for kind, (name, get, put) in product(("cpu", "cuda"), _AUTOCAST):
-        yield ProcessSetting(f"torch.{name}({kind})", partial(get, kind), partial(put, kind))
-    cache = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
-    yield ProcessSetting("torch.autocast_cache", *cache)
-    for found in dir(c):
-        name = found.removeprefix("_get_")
+    for kind in ("cpu", "cuda"):
+        get, put = partial(c.get_autocast_dtype, kind), partial(c.set_autocast_dtype, kind)
+        yield ProcessSetting(f"torch.autocast_dtype({kind})", get, put)
+        get, put = partial(c.is_autocast_enabled, kind), partial(c.set_autocast_enabled, kind)
+        yield ProcessSetting(f"torch.autocast({kind})", get, put)
+    for found in filter(re.compile("_(get|is)_").match, dir(c)):
+        name = found.split("_", 2)[2]
         short = re.sub(r"(\w+)_sdp_enabled", r"sdp_use_\1", name).removesuffix("_enabled")
         setter = getattr(c, f"_set_{name}", getattr(c, f"_set_{short}", None))
-        if found != name and name not in _ELSEWHERE and setter is not None:
+        if name not in _ELSEWHERE and setter is not None:
             yield ProcessSetting(f"torch._C.{name}", getattr(c, found), partial(_call, setter))
     if precision := getattr(c, "_get_fp32_precision_getter", None):
         # Behind the older switches, which these contain.
-        for pair in _PRECISIONS:
+        for pair in [("generic", "all"), *product(("cuda", "mkldnn"), _OPERATIONS)]:
             put = partial(c._set_fp32_precision_setter, *pair)
             name = "torch.backends.{}.{}.fp32_precision".format(*pair)
             yield ProcessSetting(name, partial(precision, *pair), put)
-    for name in ("dispatch", "function"):
-        if length := getattr(c, f"_len_torch_{name}_stack", None):
-            yield ProcessSetting(f"torch's {name} modes", length)
-
-
-_AUTOCAST: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
-    ("autocast_dtype", torch.get_autocast_dtype, torch.set_autocast_dtype),
-    ("autocast", torch.is_autocast_enabled, torch.set_autocast_enabled),
-)
 
 
 def _set_device(device: torch.device) -> None:
     # None is what a process begins with; "cpu" would look at every tensor that is made.
     torch.set_default_device(None if device == torch.device("cpu") else device)
+
+
+def _check(on: bool) -> None:
+    checks = torch.sparse.check_sparse_tensor_invariants
+    (checks.enable if on else checks.disable)()
+
+
+def _deterministic() -> tuple[bool, bool]:
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled(), warns
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+def _anomaly() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
 
 
 def _flushes() -> bool:
@@ -197,46 +205,49 @@ _CONFIGS = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.
 
 def _of_modules() -> Iterator[ProcessSetting]:
     """Settings in variables of modules that are loaded."""
-    module: Any = torch.nn.modules.module
-    for owner in (module, sys.modules[torch.optim.Optimizer.__module__]):
-        every = vars(owner).items()
-        hooks = {name: one for name, one in every if name.startswith("_global")}
-        yield from _contents(**{n: one for n, one in hooks.items() if isinstance(one, dict)})
-    yield from _attributes(module, "_global_is_full_backward_hook")
+    hooks: Any = torch.nn.modules.module
+    for owner in (hooks, sys.modules[torch.optim.Optimizer.__module__]):
+        every = [(name, one) for name, one in vars(owner).items() if name.startswith("_global")]
+        yield from _contents(owner, {name: one for name, one in every if isinstance(one, dict)})
+    yield from _attributes(hooks, "_global_is_full_backward_hook")
     for name in _CONFIGS:
         if (config := sys.modules.get(name)) is not None and hasattr(config, "get_config_copy"):
             yield ProcessSetting(name, config.get_config_copy, config.load_config)
     # Set once: a loader of the next entry would take the handler of SIGCHLD for installed.
     yield from _attributes(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set")
     torch_mp: Any = torch.multiprocessing
-    yield ProcessSetting(
-        "multiprocessing start method",
-        partial(torch_mp.get_start_method, allow_none=True),
-        partial(torch_mp.set_start_method, force=True),
-    )
+    start = partial(torch_mp.get_start_method, allow_none=True)
+    set_start = partial(torch_mp.set_start_method, force=True)
+    yield ProcessSetting("multiprocessing start method", start, set_start)
     yield from _pairs(torch_mp, "_sharing_strategy")
-    if (numpy := sys.modules.get("numpy")) is not None:
-        yield from _pairs(numpy, "err")
+    yield from _pairs(sys.modules.get("numpy"), "err")
 
 
 def _of_python() -> Iterator[ProcessSetting]:
     # Each init_process_group puts another hook around the one before.
-    hooks = ("excepthook", "unraisablehook", "displayhook", "stdin", "stdout", "stderr")
-    yield from _attributes(sys, *hooks)
+    yield from _attributes(sys, "excepthook", "unraisablehook", "displayhook")
+    yield from _attributes(sys, "stdin", "stdout", "stderr", "dont_write_bytecode")
     yield from _attributes(threading, "excepthook")
-    yield from _contents(sys__path=sys.path, sys__argv=sys.argv, builtins=vars(builtins))
-    yield from _pairs(sys, "recursionlimit", "switchinterval", "trace", "profile")
-    yield from _pairs(gc, "_threshold", "_debug")
-    yield ProcessSetting("gc.enabled", gc.isenabled, lambda on: gc.enable() if on else gc.disable())
-    yield from _contents(gc__callbacks=gc.callbacks)
-    yield ProcessSetting("warnings.filters", lambda: list(warnings.filters), _set_filters)
     yield from _attributes(warnings, "showwarning")
+    yield from _contents(sys, {"path": sys.path, "argv": sys.argv})
+    yield from _contents(gc, {"callbacks": gc.callbacks})
+    yield from _contents(builtins, {"names": vars(builtins)})
+    yield from _pairs(sys, "recursionlimit", "switchinterval", "trace", "profile", "dlopenflags")
+    yield from _pairs(threading, "trace", "profile")
+    yield from _pairs(gc, "_threshold", "_debug")
     yield from _pairs(socket, "defaulttimeout")
     place = partial(locale.setlocale, locale.LC_ALL)
-    yield ProcessSetting("locale", place, place)
-    manager = logging.root.manager
-    yield ProcessSetting("logging.disable", lambda: manager.disable, logging.disable)
-    yield ProcessSetting("logging", _Loggers, _set_loggers)
+    yield from starmap(
+        ProcessSetting,
+        (
+            ("gc.enabled", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+            ("threading.stack_size", threading.stack_size, threading.stack_size),
+            ("warnings.filters", lambda: list(warnings.filters), _set_filters),
+            ("locale", place, place),
+            ("logging.disable", lambda: logging.root.manager.disable, logging.disable),
+            ("logging", _Loggers, _set_loggers),
+        ),
+    )
 
 
 def _set_filters(value: list[Any]) -> None:
@@ -293,30 +304,33 @@ _OURS = (DUMP_SIGNAL, INTERRUPT_SIGNAL, signal.SIGKILL, signal.SIGSTOP)
 
 
 def _of_system() -> Iterator[ProcessSetting]:
-    yield ProcessSetting("os.environ", os.environ.copy, _set_environment)
-    yield ProcessSetting("the working directory", os.getcwd, os.chdir)
-    yield ProcessSetting("umask", _umask, os.umask)
+    mask = partial(signal.pthread_sigmask, signal.SIG_SETMASK)
+    nice = partial(os.getpriority, os.PRIO_PROCESS, 0)
+    score = Path("/proc/self/oom_score_adj")
+    yield from starmap(
+        ProcessSetting,
+        (
+            ("os.environ", os.environ.copy, _set_environment),
+            ("the working directory", os.getcwd, os.chdir),
+            ("umask", _umask, os.umask),
+            ("the signal mask", partial(signal.pthread_sigmask, signal.SIG_BLOCK, ()), mask),
+            ("nice", nice, partial(os.setpriority, os.PRIO_PROCESS, 0)),
+            ("the scheduler", partial(os.sched_getscheduler, 0), _set_scheduler),
+            ("the processors", partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0)),
+            ("oom_score_adj", score.read_text, score.write_text),
+            ("user and group", lambda: (os.getresuid(), os.getresgid(), os.getgroups())),
+            ("the session", lambda: (os.getsid(0), os.getpgrp())),
+        ),
+    )
     for number in signal.valid_signals() - {*_OURS}:
-        get, put = partial(signal.getsignal, number), partial(signal.signal, number)
-        yield ProcessSetting(f"the handler of signal {int(number)}", get, put)
-    block, mask = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ()), signal.SIG_SETMASK
-    yield ProcessSetting("the signal mask", block, partial(signal.pthread_sigmask, mask))
+        handler = partial(signal.getsignal, number), partial(signal.signal, number)
+        yield ProcessSetting(f"the handler of signal {int(number)}", *handler)
     for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
         yield ProcessSetting(f"timer {timer}", partial(_timer, timer), partial(_stop_timer, timer))
     for name, limit in vars(resource).items():
         if name.startswith("RLIMIT_"):
-            get, put = partial(resource.getrlimit, limit), partial(resource.setrlimit, limit)
-            yield ProcessSetting(name, get, put)
-    for name, get, put in (
-        ("nice", partial(os.getpriority, os.PRIO_PROCESS), partial(_set_nice)),
-        ("the scheduler", os.sched_getscheduler, _set_scheduler),
-        ("the processors", os.sched_getaffinity, partial(os.sched_setaffinity, 0)),
-    ):
-        yield ProcessSetting(name, partial(get, 0), put)
-    score = Path("/proc/self/oom_score_adj")
-    yield ProcessSetting("oom_score_adj", score.read_text, score.write_text)
-    yield ProcessSetting("user and group", lambda: (os.getresuid(), os.getresgid(), os.getgroups()))
-    yield ProcessSetting("the session", lambda: (os.getsid(0), os.getpgrp()))
+            limits = partial(resource.getrlimit, limit), partial(resource.setrlimit, limit)
+            yield ProcessSetting(name, *limits)
 
 
 def _set_environment(value: dict[str, str]) -> None:

@@ -130,6 +130,18 @@ CASES: dict[str, tuple[Probe, Change]] = {
         lambda: torch.multiprocessing.get_start_method(allow_none=True),
         lambda: torch.multiprocessing.set_start_method("spawn"),
     ),
+    "threads of autograd": (
+        torch._C._is_multithreading_enabled,
+        lambda: torch.autograd.set_multithreading_enabled(False),
+    ),
+    "checks of sparse tensors": (
+        torch.sparse.check_sparse_tensor_invariants.is_enabled,
+        torch.sparse.check_sparse_tensor_invariants.enable,
+    ),
+    "order of the kernels for attention": (
+        torch._C._get_sdp_priority_order,
+        lambda: torch._C._set_sdp_priority_order([2, 1, 0, 3, 4]),
+    ),
     "random numbers": (lambda: torch.get_rng_state().sum().item(), lambda: torch.rand(1)),
     "a variable": (lambda: os.environ.get("KNOWN"), lambda: in_place("KNOWN")),
     "a variable that is new": (lambda: os.environ.get("NEW"), lambda: in_place("NEW")),
