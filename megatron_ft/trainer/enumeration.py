@@ -16,7 +16,7 @@ from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.objects import PLAIN
 from megatron_ft.trainer.addresses import DENSE, local_tensor
 from megatron_ft.trainer.module_state import ModuleState
-from megatron_ft.trainer.optimizer_content import optimizer_content
+from megatron_ft.trainer.optimizer_load import optimizer_content
 
 SMALL_BYTES = 16384
 """Tensors of unknown Stateful objects up to this size travel with the small objects: a

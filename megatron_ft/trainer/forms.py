@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.trainer.coverage import places
+from megatron_ft.trainer.coverage import is_empty, places
 from megatron_ft.trainer.in_place import can_fill
+from megatron_ft.trainer.uncaptured import tensors_of
 
 
 def check_forms(state: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -56,12 +57,7 @@ def _shows_a_module(content: Mapping[str, Any]) -> bool:
     tensors = [value for value in content.values() if isinstance(value, torch.Tensor)]
     if len(tensors) < len(content):
         return False
-    return set(places(tensors)) <= set(places(_members()))
-
-
-def _members() -> Iterator[torch.Tensor]:
-    """Parameters and buffers of all modules of the process."""
-    for found in gc.get_objects():
-        if issubclass(type(found), torch.nn.Module):
-            for holder in (vars(found).get("_parameters"), vars(found).get("_buffers")):
-                yield from (one for one in (holder or {}).values() if one is not None)
+    modules = (one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module))
+    members = (tensor for one in modules for tensor in tensors_of(one))
+    filled = (tensor for tensor in tensors if not is_empty(tensor))
+    return set(places(filled)) <= set(places(members))

@@ -105,55 +105,39 @@ def _number(value: float, group: dict[str, Any], parameter: torch.Tensor) -> tor
     return torch.tensor(value, dtype=torch.float64 if wide else torch.float32, device=device)
 
 
-def _moments(*names: str, **optional: str) -> StateMaker:
-    """The ``step`` and zeros as the parameter; those of ``optional`` if the group's key is set."""
+Group = dict[str, Any]
+Begin = float | Callable[[Group], float | None]
+"""The value that state begins with, whatever the settings or by those; None if it is not kept."""
 
-    def make(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-        wanted = [*names, *(name for name, key in optional.items() if group[key])]
-        zeros = {name: torch.zeros_like(parameter).detach() for name in wanted}
-        return {"step": _number(0.0, group, parameter), **zeros}
+
+def _made(tensors: Mapping[str, Begin], numbers: Mapping[str, Begin], more: Group) -> StateMaker:
+    def make(inner: Any, group: Group, parameter: torch.Tensor) -> dict[str, Any]:
+        def begun(values: Mapping[str, Begin]) -> dict[str, float]:
+            found = {name: v(group) if callable(v) else v for name, v in values.items()}
+            return {name: value for name, value in found.items() if value is not None}
+
+        wide = {**group, **more}
+        counts = {name: _number(v, wide, parameter) for name, v in begun(numbers).items()}
+        filled = {n: torch.full_like(parameter, v).detach() for n, v in begun(tensors).items()}
+        return {**counts, **filled}
 
     return make
 
 
-def _sgd(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+def _if(key: str) -> Begin:
+    return lambda group: 0.0 if group[key] else None
+
+
+def _rate(group: Group) -> float:
+    return float(group["lr"])
+
+
+def _momentum(group: Group) -> float | None:
     if group["dampening"] and group["momentum"]:
         raise ConfigError("SGD with dampening is not known; train without snapshots")
-    if not group["momentum"]:
-        return {}
     # The first step sets it to the gradient.  Minus zero plus x is x for every x, zeros of
     # both signs included; plus zero would lose the sign of some.
-    return {"momentum_buffer": torch.full_like(parameter, -0.0)}
-
-
-def _muon(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    return {"momentum_buffer": torch.zeros_like(parameter).detach()}
-
-
-def _adagrad(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    begins_at = group["initial_accumulator_value"]
-    return {"step": torch.zeros(()), "sum": torch.full_like(parameter, begins_at).detach()}
-
-
-def _asgd(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    there = {**group, "capturable": True}
-    values = {"step": 0.0, "eta": float(group["lr"]), "mu": 1.0}
-    numbers = {name: _number(value, there, parameter) for name, value in values.items()}
-    return {**numbers, "ax": torch.zeros_like(parameter).detach()}
-
-
-def _nadam(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    moments = _moments("exp_avg", "exp_avg_sq")(inner, group, parameter)
-    return {**moments, "mu_product": _number(1.0, group, parameter)}
-
-
-def _rprop(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    sizes = torch.full_like(parameter, float(group["lr"])).detach()
-    return {**_moments("prev")(inner, group, parameter), "step_size": sizes}
-
-
-def _lion(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    return {"exp_avg": torch.zeros_like(parameter).detach()}
+    return -0.0 if group["momentum"] else None
 
 
 def fused(*moments: str) -> StateMaker:
@@ -171,40 +155,36 @@ def shared_out(elementwise: Iterable[str], *scalars: str) -> dict[str, Sharding]
     return {**dict.fromkeys(elementwise, "elementwise"), **dict.fromkeys(scalars, "scalar")}
 
 
-_ADAM = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-_RMS = ("square_avg", "momentum_buffer", "grad_avg")
-
-_OF_TORCH: Mapping[str, tuple[StateMaker, Mapping[str, Sharding]]] = {
-    "ASGD": (_asgd, shared_out(["ax"], "step", "eta", "mu")),
-    "Adadelta": (
-        _moments("square_avg", "acc_delta"),
-        shared_out(["square_avg", "acc_delta"], "step"),
-    ),
-    "Adagrad": (_adagrad, shared_out(["sum"], "step")),
-    "Adam": (
-        _moments("exp_avg", "exp_avg_sq", max_exp_avg_sq="amsgrad"),
-        shared_out(_ADAM, "step"),
-    ),
-    "Adamax": (_moments("exp_avg", "exp_inf"), shared_out(["exp_avg", "exp_inf"], "step")),
-    "Muon": (_muon, shared_out(["momentum_buffer"])),
-    "NAdam": (_nadam, shared_out(_ADAM[:2], "step", "mu_product")),
-    "RAdam": (_moments("exp_avg", "exp_avg_sq"), shared_out(_ADAM[:2], "step")),
+_STEP: dict[str, Begin] = {"step": 0.0}
+_ADAM: dict[str, Begin] = {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+_KEPT: Mapping[str, tuple[Mapping[str, Begin], Mapping[str, Begin]]] = {
+    "ASGD": ({"ax": 0.0}, {**_STEP, "eta": _rate, "mu": 1.0}),
+    "Adadelta": ({"square_avg": 0.0, "acc_delta": 0.0}, _STEP),
+    "Adagrad": ({"sum": lambda group: float(group["initial_accumulator_value"])}, _STEP),
+    "Adam": ({**_ADAM, "max_exp_avg_sq": _if("amsgrad")}, _STEP),
+    "AdamW": ({**_ADAM, "max_exp_avg_sq": _if("amsgrad")}, _STEP),
+    "Adamax": ({"exp_avg": 0.0, "exp_inf": 0.0}, _STEP),
+    "Lion": ({"exp_avg": 0.0}, {}),
+    "Muon": ({"momentum_buffer": 0.0}, {}),
+    "NAdam": (_ADAM, {**_STEP, "mu_product": 1.0}),
+    "RAdam": (_ADAM, _STEP),
     "RMSprop": (
-        _moments("square_avg", momentum_buffer="momentum", grad_avg="centered"),
-        shared_out(_RMS, "step"),
+        {"square_avg": 0.0, "momentum_buffer": _if("momentum"), "grad_avg": _if("centered")},
+        _STEP,
     ),
-    "Rprop": (_rprop, shared_out(["prev", "step_size"], "step")),
-    "SGD": (_sgd, shared_out(["momentum_buffer"])),
+    "Rprop": ({"prev": 0.0, "step_size": _rate}, _STEP),
+    "SGD": ({"momentum_buffer": _momentum}, {}),
 }
+"""Tensors as the parameter, and numbers, by the name of a class; of torch's where it has one."""
 
-for _kind, (_create, _state) in _OF_TORCH.items():
+for _kind, (_tensors, _numbers) in _KEPT.items():
+    # ASGD keeps its numbers on the parameter's device.
+    _create = _made(_tensors, _numbers, {"capturable": True} if _kind == "ASGD" else {})
     # Later than the oldest torch that works: Muon.
-    if hasattr(torch.optim, _kind):
-        register_optimizer(getattr(torch.optim, _kind), create=_create, state=_state)
-register_optimizer(torch.optim.AdamW, create=_OF_TORCH["Adam"][0], state=_OF_TORCH["Adam"][1])
-register_optimizer("Lion", create=_lion, state=shared_out(["exp_avg"]))
+    if (_cls := getattr(torch.optim, _kind, "Lion" if _kind == "Lion" else None)) is not None:
+        register_optimizer(_cls, create=_create, state=shared_out(_tensors, *_numbers))
 register_optimizer(
     "FusedAdam",
-    create=fused("exp_avg", "exp_avg_sq"),
-    state=shared_out([*_ADAM, "master_param"], "step"),
+    create=fused(*_ADAM),
+    state=shared_out([*_ADAM, "max_exp_avg_sq", "master_param"], "step"),
 )

@@ -18,7 +18,7 @@ import torch
 
 from megatron_ft.core.errors import StateMismatchError
 from megatron_ft.trainer.addresses import DENSE
-from megatron_ft.trainer.optimizer_content import optimizer_content
+from megatron_ft.trainer.coverage import numbers_of, tensors_in
 from megatron_ft.trainer.state import same_bits
 
 GROUPS = "param_groups"
@@ -103,16 +103,14 @@ def load_optimizer(name: str, optimizer: Any, content: Any) -> None:
     else:
         with exact_loads():
             load(content)
-    if not _differing(name, content, optimizer_content(optimizer)):
-        return
-    for place in _differing(name, content, optimizer_content(optimizer)):
+    changed = [*_differing(name, content, optimizer_content(optimizer))]
+    for place in changed:
         if isinstance(place.container, MutableMapping | list):
             place.container[place.key] = place.stored
-    wrong = _differing(name, content, optimizer_content(optimizer))
-    if wrong:
+    for wrong in _differing(name, content, optimizer_content(optimizer)) if changed else ():
         raise StateMismatchError(
-            f"{wrong[0].name} is {describe(wrong[0].found)} once it was loaded, in the snapshot "
-            f"{describe(wrong[0].stored)}: {type(optimizer).__name__}.load_state_dict has changed "
+            f"{wrong.name} is {describe(wrong.found)} once it was loaded, in the snapshot "
+            f"{describe(wrong.stored)}: {type(optimizer).__name__}.load_state_dict has changed "
             "it, and state_dict gives copies. Let load_state_dict keep dtypes, shapes and devices, "
             "or state_dict give the state itself"
         )
@@ -131,23 +129,16 @@ class _Place(NamedTuple):
 _NOTHING = object()
 
 
-def _differing(name: str, stored: Any, found: Any) -> list[_Place]:
+def _differing(name: str, stored: Any, found: Any) -> Iterator[_Place]:
     """All that is not as stored, parameter groups aside."""
-    wrong: list[_Place] = []
-    pending = [(name, stored, found)]
-    while pending:
-        path, left, right = pending.pop()
-        for key, value in left.items() if isinstance(left, Mapping) else enumerate(left):
-            if key == GROUPS:
-                continue
-            there = right.get(key, _NOTHING) if isinstance(right, Mapping) else right[key]
-            if value is there:
-                continue
-            if _alike_containers(value, there):
-                pending.append((f"{path}/{key}", value, there))
-            elif not _same(value, there):
-                wrong.append(_Place(f"{path}/{key}", right, key, there, value))
-    return wrong
+    for key, value in stored.items() if isinstance(stored, Mapping) else enumerate(stored):
+        there = found.get(key, _NOTHING) if isinstance(found, Mapping) else found[key]
+        if key == GROUPS or value is there:
+            continue
+        if _alike_containers(value, there):
+            yield from _differing(f"{name}/{key}", value, there)
+        elif not _same(value, there):
+            yield _Place(f"{name}/{key}", found, key, there, value)
 
 
 def _alike_containers(left: Any, right: Any) -> bool:
@@ -183,3 +174,41 @@ def describe(value: Any) -> str:
         return "missing" if value is _NOTHING else f"a {type(value).__name__}"
     placed = f" placed as {placements}" if (placements := getattr(value, "placements", "")) else ""
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{placed}"
+
+
+_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+
+
+def optimizer_content(optimizer: Any) -> Any:
+    """What ``state_dict`` gives; copies in the place of tensors of the state are taken out again.
+
+    Hooks and overriding methods may clone, cast or gather them.  Where these answer in another
+    form than torch's, what they give is given: the check by address finds what is missing.
+    """
+    content = optimizer.state_dict()
+    kept = getattr(optimizer, "state", None)
+    if _is_stock(optimizer) or not isinstance(kept, Mapping) or not isinstance(content, Mapping):
+        return content
+    given = {id(tensor) for _, tensor in tensors_in("", content)}
+    if all(id(tensor) in given for _, tensor in tensors_in("", kept)):
+        return content
+    numbers = numbers_of(optimizer)
+    own = {numbers.get(id(key), key): value for key, value in kept.items()}
+    if not _same_form(own, content.get("state")):
+        return content
+    return {**content, "state": own}
+
+
+def _is_stock(optimizer: Any) -> bool:
+    plain: Any = torch.optim.Optimizer.state_dict
+    same = getattr(type(optimizer), "state_dict", None) is plain
+    hooked = any(getattr(optimizer, name, None) for name in _HOOKS)
+    return same and "state_dict" not in vars(optimizer) and not hooked
+
+
+def _same_form(own: Any, given: Any) -> bool:
+    """True if both hold values under the same keys, tensors where the other has one."""
+    if isinstance(own, Mapping):
+        same = isinstance(given, Mapping) and own.keys() == given.keys()
+        return same and all(_same_form(value, given[key]) for key, value in own.items())
+    return isinstance(own, torch.Tensor) == isinstance(given, torch.Tensor)

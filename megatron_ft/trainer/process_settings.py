@@ -85,8 +85,9 @@ class _Content:
         self.objects = copy.copy(container)
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, _Content)
-        return same and identities(self.objects) == identities(other.objects)
+        if not isinstance(other, _Content):
+            return False
+        return identities(self.objects) == identities(other.objects)
 
 
 def _attributes(owner: Any, *names: str) -> Iterator[ProcessSetting]:
@@ -178,7 +179,7 @@ def _set_device(device: torch.device) -> None:
 
 
 def _check(on: bool) -> None:
-    checks = torch.sparse.check_sparse_tensor_invariants
+    checks: Any = torch.sparse.check_sparse_tensor_invariants
     (checks.enable if on else checks.disable)()
 
 
@@ -274,8 +275,9 @@ class _Loggers:
         }
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, _Loggers)
-        return same and not (self.differing(other) or other.differing(self))
+        if not isinstance(other, _Loggers):
+            return False
+        return not (self.differing(other) or other.differing(self))
 
     def differing(self, other: _Loggers) -> dict[str, Changed]:
         """States here of the loggers that have another one there."""

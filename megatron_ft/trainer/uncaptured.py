@@ -134,44 +134,45 @@ def _has_vars(one: Any) -> bool:
         return False
 
 
-Known = tuple[torch.Tensor, bool]
+def tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers that are its own, and not empty; no method of it is called."""
+    holders = (vars(module).get("_parameters") or {}, vars(module).get("_buffers") or {})
+    every = (one for holder in holders for one in holder.values())
+    return [one for one in every if one is not None and not is_empty(one)]
 
 
-def _known_of(named: Iterable[tuple[str, torch.Tensor]], memory: set[Place]) -> Iterator[Known]:
-    tensors = [tensor for _, tensor in named if not is_empty(tensor)]
-    for tensor, place in zip(tensors, places(tensors), strict=True):
-        yield tensor, place in memory
+def _tree(module: torch.nn.Module, depth: int = 64) -> Iterator[torch.nn.Module]:
+    yield module
+    for child in (vars(module).get("_modules") or {}).values() if depth else ():
+        if child is not None:
+            yield from _tree(child, depth - 1)
 
 
-def _own(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for holder in (vars(module).get("_parameters"), vars(module).get("_buffers")):
-        yield from ((name, one) for name, one in (holder or {}).items() if one is not None)
-
-
-def _lost_modules(every: Iterable[Any], memory: set[Place]) -> list[tuple[type, str]]:
+def _lost_modules(every: Iterable[Any], memory: set[Place]) -> Iterator[tuple[type, str]]:
     """Modules with tensors that are not captured, the outermost of which nothing is captured."""
     modules = [one for one in every if isinstance(one, torch.nn.Module)]
-    known = {id(one): [known for _, known in _known_of(_own(one), memory)] for one in modules}
-    children = {id(one): list((vars(one).get("_modules") or {}).values()) for one in modules}
+    own = {id(one): tensors_of(one) for one in modules}
+    lost = {
+        key: [
+            one for one, place in zip(tensors, places(tensors), strict=True) if place not in memory
+        ]
+        for key, tensors in own.items()
+    }
+    trees = {id(one): {id(each): each for each in _tree(one)} for one in modules}
+    inside = set[int]()
 
-    def all_of(module: Any, depth: int = 0) -> list[bool]:
-        inner = children.get(id(module), []) if depth < 64 else []
-        below = [flag for child in inner if child is not None for flag in all_of(child, depth + 1)]
-        return known.get(id(module), []) + below
+    def below(one: Any, of: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:
+        return [tensor for key in trees[id(one)] for tensor in of.get(key, ())]
 
-    whole = {id(one): all_of(one) for one in modules}
-    lost = [one for one in modules if whole[id(one)] and not any(whole[id(one)])]
-    inside = {id(child) for one in lost for child in children[id(one)]}
-    mixed = [one for one in modules if any(whole[id(one)]) and not all(known[id(one)])]
-    outermost = [one for one in lost if id(one) not in inside] + mixed
-    return [_described(one, memory) for one in outermost]
-
-
-def _described(module: torch.nn.Module, memory: set[Place]) -> tuple[type, str]:
-    named = (pair for one in module.modules() for pair in _own(one))
-    lost = [tensor for tensor, known in _known_of(named, memory) if not known]
-    size = sum(one.nbytes for one in lost if one.layout is torch.strided)
-    return type(module), f" ({len(lost)} tensors, {size} bytes)"
+    entirely = {id(one) for one in modules if len(below(one, lost)) == len(below(one, own))}
+    for key in entirely:
+        inside |= trees[key].keys() - {key}
+    for one in modules:
+        missing = below(one, lost)
+        # Of others only those that hold such a tensor themselves.
+        if missing and (id(one) not in inside if id(one) in entirely else lost[id(one)]):
+            size = sum(one.nbytes for one in missing if one.layout is torch.strided)
+            yield type(one), f" ({len(missing)} tensors, {size} bytes)"
 
 
 def _name(kind: type) -> str:
