@@ -65,7 +65,8 @@ class Pass:
     began_in: int = 0
     read_in: int = -1
     thread: int | None = None
-    restored: dict[str, Any] | None = None
+    # The place that it continues from.
+    place: dict[str, Any] | None = None
     # A loader's own position, and the count and trace of batches behind it.
     own: tuple[Any, int, BatchTrace] | None = None
     ask_at: float = 0.0
@@ -108,8 +109,8 @@ class LoaderPosition:
     def begin(self) -> Iterator[Any]:
         """A new pass over the data, or the rest of the one that a restore brought back."""
         self._first_epochs = self._first_epochs or self._epochs.current()
-        self._passes += 1
         self._at = self._open()
+        self._passes += 1
         self._live.append(self._at)
         batches = self._batches(self._at)
         self._iterators.add(batches)
@@ -136,8 +137,7 @@ class LoaderPosition:
                 self._over(one)
 
     def _next(self, one: Pass) -> Any:
-        # A loader may begin to read its sampler only now.
-        with nullcontext() if one.consumed else self._tracing(one.trace):
+        with self._tracing(one.trace, one.place, one.consumed == 0 and self.reads_ahead > 0):
             if self._sampler and not self.reads_ahead:
                 return next(one.batches, END)
             return self._draws.next(one.batches)
@@ -165,14 +165,15 @@ class LoaderPosition:
         self._at = back[-1] if back else None
         # A zip() leaves a loader where another one ends.
         others_end = Clock.finished >= Clock.ended or self._is_last(one.consumed)
-        looked = one.restored is not None and one.consumed == one.restored["consumed"] + 1
+        consumed = None if one.place is None else one.place["consumed"]
+        looked = consumed is not None and one.consumed == consumed + 1
         if looked and Clock.runs and one.began_in == Clock.ended and not back and not others_end:
             logger.warning(
                 "%s: a pass that continued behind batch %d was left before the first save: the "
                 "next one continues there. Read before load() what is not trained on",
                 *(self._name(), one.consumed - 1),
             )
-            self._pending = one.restored
+            self._pending = one.place
 
     def _is_last(self, consumed: int) -> bool:
         try:
@@ -187,8 +188,10 @@ class LoaderPosition:
             place = None
         if place is None or place["consumed"] is None:
             trace, begun = self._trace(), self._moment()
-            with self._tracing(trace):
-                one = Pass(begun, iter(self.loader), trace)
+            if place is not None:
+                begun["first"] = place["begun"]["first"]
+            with self._tracing(trace, place, not self.reads_ahead):
+                one = Pass(begun, iter(self.loader), trace, place=place)
         else:
             one = self._replayed(place)
         one.began_in = Clock.ended
@@ -213,7 +216,7 @@ class LoaderPosition:
             for way in self._ways(place):
                 RngState().load_state_dict(place["begun"]["generators"])
                 if (found := way()) is not None:
-                    found.consumed, found.restored = place["consumed"], place
+                    found.consumed, found.place = place["consumed"], place
                     return found
         finally:
             RngState().load_state_dict(now)
@@ -241,7 +244,7 @@ class LoaderPosition:
         reads = min(consumed, self.reads_ahead) if skips else consumed
         self._own.set(place["begun"]["own"], afresh=afresh)
         trace = self._trace(consumed - reads)
-        with self._tracing(trace, place):
+        with self._tracing(trace, place, reads > 0 or not self.reads_ahead):
             batches = iter(self.loader)
             for batch in islice(batches, reads):
                 trace.took(batch)
@@ -262,8 +265,11 @@ class LoaderPosition:
         return TracedSampler(sampler, skip * self._items, self._items, draws)
 
     def _tracing(
-        self, trace: Any, place: dict[str, Any] | None = None
+        self, trace: Any, place: dict[str, Any] | None, begins: bool
     ) -> AbstractContextManager[None]:
+        """Around what begins to read: one that reads ahead does so as it gives its first batch."""
+        if not begins:
+            return nullcontext()
         return tracing(self._holder, self._sampler, trace, place)
 
     def _moment(self) -> dict[str, Any]:
@@ -271,7 +277,7 @@ class LoaderPosition:
         return {
             "generators": RngState().state_dict(),
             "epochs": self._epochs.current(),
-            "first": self._passes <= 1,
+            "first": not self._passes,
             "own": self._own.moment(),
         }
 

@@ -54,6 +54,10 @@ class PreparedPosition(LoaderPosition):
         """True if making a batch, but a pass's first, draws random numbers in this process."""
         return self._draws.draws
 
+    def _workers_are_behind(self) -> bool:
+        # The number of the pass; only Accelerate's own samplers and such a data set follow it.
+        return hasattr(self._holder.dataset, "set_epoch") and super()._workers_are_behind()
+
     def state_dict(self) -> dict[str, Any]:
         """The place; behind the last batch, which only Accelerate knows of a stream, the next
         pass's begin."""

@@ -280,6 +280,7 @@ LOADERS: dict[str, Callable[..., Any]] = {
     "partial": lambda **o: DataLoader(
         DATA, BATCH, collate_fn=functools.partial(collating(random.Random(1))), **o
     ),
+    "shuffled by the process": lambda **o: DataLoader(DATA, BATCH, shuffle=True, **o),
     "drop last": by(lambda: Shuffled(random.Random(0)), drop_last=True),
 }
 STREAMS: dict[str, Callable[..., Any]] = {
@@ -307,6 +308,18 @@ def test_so_they_are_with_workers(kind: str, place: str) -> None:
 def test_so_they_are_with_workers_that_persist(place: str) -> None:
     make = functools.partial(LOADERS["random.Random"], num_workers=2, persistent_workers=True)
     assert continued(make, PLACES[place], 7) == uninterrupted(make, PLACES[place] + 7)
+
+
+def test_workers_that_persist_are_made_anew_between_passes() -> None:
+    def whole_passes(loader: Any) -> Iterator[Any]:
+        while True:
+            yield [batch.tolist() for batch in loader]
+
+    make = functools.partial(
+        LOADERS["shuffled by the process"], num_workers=1, persistent_workers=True
+    )
+    expected = uninterrupted(make, 4, whole_passes)
+    assert continued(make, 1, 1, whole_passes, stops=3) == expected
 
 
 @pytest.mark.parametrize("stop", [3, 6, 8, 12])

@@ -30,31 +30,42 @@ CONFIGURED: dict[str, dict[str, Any]] = {
 }
 
 
-def prepared(kind: str, seed: int, configured: str) -> Any:
+def prepared(kind: str, seed: int, configured: str, **options: Any) -> Any:
     new_process(seed)
     accelerator_state._forget()
     config = DataLoaderConfiguration(**CONFIGURED[configured])
     one = Accelerator(cpu=True, dataloader_config=config)
     torch.manual_seed(1)
-    return one.prepare({**LOADERS, **STREAMS}[kind]())
+    return one.prepare({**LOADERS, **STREAMS}[kind](**options))
 
 
 @pytest.mark.parametrize("stop", [1, 3, PER_PASS, 8, 2 * PER_PASS])
 @pytest.mark.parametrize("configured", CONFIGURED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_samples_are_those_of_a_run_without_stop(kind: str, configured: str, stop: int) -> None:
-    whole = [b.tolist() for b in islice(passes(prepared(kind, 1, configured)), stop + 8)]
-    loader = prepared(kind, 1, configured)
+    check(kind, configured, stop)
+
+
+@pytest.mark.parametrize("stop", [PER_PASS, 8])
+def test_so_they_are_with_workers_that_persist(stop: int) -> None:
+    check("drop last", "plain", stop, num_workers=1, persistent_workers=True)
+    check("shuffled by the process", "plain", stop, num_workers=1, persistent_workers=True)
+
+
+def check(kind: str, configured: str, stop: int, **options: Any) -> None:
+    whole = prepared(kind, 1, configured, **options)
+    expected = [b.tolist() for b in islice(passes(whole), stop + 8)]
+    loader = prepared(kind, 1, configured, **options)
     watch(loader)
     data = passes(loader)
     used = [next(data).tolist() for _ in range(stop)]
     places = resumable_loader.positions()
     assert [place["trace"] is None for place in places.values()] == [False]
     stored = encode((places, RngState().state_dict()))
-    loader = prepared(kind, 77, configured)
+    loader = prepared(kind, 77, configured, **options)
     watch(loader)
     places, states = decode(stored)
     resumable_loader.set_positions(places)
     RngState().load_state_dict(states)
-    assert used + [b.tolist() for b in islice(passes(loader), 8)] == whole
+    assert used + [b.tolist() for b in islice(passes(loader), 8)] == expected
     accelerator_state._forget()
