@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron_ft.trainer.process_settings import identities, refill
+from megatron_ft.trainer.process_settings import refill
 
 _CODE = (type, FunctionType, BuiltinFunctionType, ModuleType)
 _STATE = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, Number, torch.Stream, torch.Event)
@@ -61,7 +61,7 @@ class PackageState:
 
 def _put_back(container: Any, before: Any, of_class: bool) -> None:
     """Give a container its content of before again, and what an import has registered since."""
-    if identities(container) == identities(before):
+    if _identities(container) == _identities(before):
         return
     if isinstance(container, dict):
         new = {n: v for n, v in container.items() if n not in before and _stays(v, of_class)}
@@ -71,6 +71,13 @@ def _put_back(container: Any, before: Any, of_class: bool) -> None:
     stays = [one for one in container if id(one) not in known and _stays(one, of_class)]
     if len(container) != len(before) + len(stays):
         refill(container, [*before, *stays])
+
+
+def _identities(container: Any) -> list[int]:
+    """Its objects, none of which is asked: a mock keeps a record of that, too."""
+    values = container.values() if isinstance(container, dict) else ()
+    found = [id(one) for one in (*container, *values)]
+    return sorted(found) if isinstance(container, set) else found
 
 
 def _stays(value: Any, of_class: bool) -> bool:

@@ -32,13 +32,19 @@ import torch.utils.data
 from megatron_ft.rpc.heartbeat_page import DUMP_SIGNAL
 from megatron_ft.trainer.interrupt import INTERRUPT_SIGNAL
 
+NOTHING = object()
+
 
 class ProcessSetting(NamedTuple):
-    """One setting: ``put`` makes ``get`` give a value again that it gave before."""
+    """One setting: ``put`` makes ``get`` give a value again that it gave before.
+
+    ``new`` is the value of one that did not exist then; NOTHING if any will do.
+    """
 
     name: str
     get: Callable[[], Any]
     put: Callable[[Any], Any] | None = None
+    new: Any = NOTHING
 
 
 def settings() -> Iterator[ProcessSetting]:
@@ -57,13 +63,6 @@ def read(setting: ProcessSetting) -> Any:
         return "unreadable", type(error).__name__
 
 
-def identities(container: Any) -> list[int]:
-    """Its objects, none of which is asked: ``==`` may be slow, and a mock keeps a record of it."""
-    values = container.values() if isinstance(container, dict) else ()
-    found = [id(one) for one in (*container, *values)]
-    return sorted(found) if isinstance(container, set) else found
-
-
 def refill(container: Any, content: Any) -> None:
     """Give a container other content; names that stay are there at any moment."""
     if isinstance(container, dict):
@@ -78,18 +77,6 @@ def refill(container: Any, content: Any) -> None:
     (container.update if isinstance(container, set) else container.extend)(content)
 
 
-class _Content:
-    """What a container holds; equal to what holds the same objects."""
-
-    def __init__(self, container: Any) -> None:
-        self.objects = copy.copy(container)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Content):
-            return False
-        return identities(self.objects) == identities(other.objects)
-
-
 def _attributes(owner: Any, *names: str) -> Iterator[ProcessSetting]:
     for name in names:
         of = f"{owner.__name__}.{name}"
@@ -98,12 +85,8 @@ def _attributes(owner: Any, *names: str) -> Iterator[ProcessSetting]:
 
 def _contents(owner: Any, containers: dict[str, Any]) -> Iterator[ProcessSetting]:
     for name, one in containers.items():
-        put = partial(_put_content, one)
-        yield ProcessSetting(f"{owner.__name__}.{name}", partial(_Content, one), put)
-
-
-def _put_content(container: Any, value: _Content) -> None:
-    refill(container, value.objects)
+        of = f"{owner.__name__}.{name}"
+        yield ProcessSetting(of, partial(copy.copy, one), partial(refill, one))
 
 
 def _pairs(owner: Any, *names: str) -> Iterator[ProcessSetting]:
@@ -246,9 +229,9 @@ def _of_python() -> Iterator[ProcessSetting]:
             ("warnings.filters", lambda: list(warnings.filters), _set_filters),
             ("locale", place, place),
             ("logging.disable", lambda: logging.root.manager.disable, logging.disable),
-            ("logging", _Loggers, _set_loggers),
         ),
     )
+    yield from _loggers()
 
 
 def _set_filters(value: list[Any]) -> None:
@@ -256,47 +239,24 @@ def _set_filters(value: list[Any]) -> None:
     warnings._filters_mutated()  # type: ignore[attr-defined]
 
 
-class _Loggers:
-    """Level, handlers and switches of all loggers.
-
-    What an imported package has made of its own loggers is no difference: the import is not
-    repeated.
-    """
-
-    Changed = tuple[int, _Content, bool, bool]
-    UNCHANGED: Changed = (logging.NOTSET, _Content([]), True, False)
-
-    def __init__(self) -> None:
-        every = {"": logging.root, **logging.root.manager.loggerDict}
-        self.states: dict[str, _Loggers.Changed] = {
-            name: (one.level, _Content(one.handlers), one.propagate, one.disabled)
-            for name, one in every.items()
-            if isinstance(one, logging.Logger)
-        }
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Loggers):
-            return False
-        return not (self.differing(other) or other.differing(self))
-
-    def differing(self, other: _Loggers) -> dict[str, Changed]:
-        """States here of the loggers that have another one there."""
-        found = {}
-        for name, state in other.states.items():
+def _loggers() -> Iterator[ProcessSetting]:
+    for name, one in {"": logging.root, **logging.root.manager.loggerDict}.items():
+        if isinstance(one, logging.Logger):
+            # What an imported package makes of its own loggers stays: the import is not repeated.
             package = name.partition(".")[0]
             imported = package in sys.modules and package != "__main__"
-            mine = self.states.get(name, state if imported else self.UNCHANGED)
-            if mine != state:
-                found[name] = mine
-        return found
+            new = NOTHING if imported else (logging.NOTSET, [], True, False)
+            row = partial(_logger_state, one), partial(_set_logger, one), new
+            yield ProcessSetting(f"logger {name or 'root'}", *row)
 
 
-def _set_loggers(value: _Loggers) -> None:
-    for name, state in value.differing(_Loggers()).items():
-        logger = logging.getLogger(name or None)
-        level, handlers, logger.propagate, logger.disabled = state
-        logger.setLevel(level)
-        logger.handlers[:] = handlers.objects
+def _logger_state(one: logging.Logger) -> tuple[int, list[logging.Handler], bool, bool]:
+    return one.level, [*one.handlers], one.propagate, one.disabled
+
+
+def _set_logger(one: logging.Logger, state: Any) -> None:
+    level, one.handlers[:], one.propagate, one.disabled = state
+    one.setLevel(level)
 
 
 # The operating system's.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_ft.core.errors import ProcessChangedError
-from megatron_ft.trainer.process_settings import ProcessSetting, read, settings
+from megatron_ft.trainer.process_settings import NOTHING, ProcessSetting, read, settings
 from megatron_ft.trainer.state import RngState
 
 LEAVE_SECONDS = 2.0
@@ -90,9 +90,8 @@ class ProcessState:
 
     def _changed(self) -> list[tuple[ProcessSetting, Any]]:
         """Settings that are not as they were, with the values that they had."""
-        known = [one for one in settings() if one.name in self._values]
-        noted = ((one, self._values[one.name]) for one in known)
-        return [(one, value) for one, value in noted if read(one) != value]
+        noted = ((one, self._values.get(one.name, one.new)) for one in settings())
+        return [(one, v) for one, v in noted if v is not NOTHING and read(one) != v]
 
 
 def tear_down(state: ProcessState) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -115,23 +116,16 @@ def _reached(values: Iterable[Any]) -> set[int]:
 
 
 def _inside(one: Any) -> Iterable[Any]:
-    if isinstance(one, torch.nn.Module | torch.optim.Optimizer | torch.Tensor | type):
+    if isinstance(one, torch.nn.Module | torch.optim.Optimizer | torch.Tensor | type | ModuleType):
         return ()
     if isinstance(one, Mapping | list | tuple | set):
         inner = one.values() if isinstance(one, Mapping) else one
         return list(inner) if len(one) <= _LONGEST else ()
-    owner = getattr(one, "__self__", None)
-    attributes = vars(one).values() if hasattr(type(one), "__dict__") and _has_vars(one) else ()
+    held = getattr(one, "__dict__", None)
+    attributes = held.values() if isinstance(held, dict) else ()
     # A schedule knows its optimizer, and saves nothing of it.
     rest = [a for a in attributes if not isinstance(one, LRScheduler) or isinstance(a, list)]
-    return [*rest, owner]
-
-
-def _has_vars(one: Any) -> bool:
-    try:
-        return isinstance(vars(one), dict) and not isinstance(one, type(gc))
-    except TypeError:
-        return False
+    return [*rest, getattr(one, "__self__", None)]
 
 
 def tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
