@@ -9,9 +9,8 @@ then on, before ``save`` returns.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +19,7 @@ from megatron_ft.trainer.addresses import has_memory
 from megatron_ft.trainer.copier import Bytes, CopyItem, CopyList
 from megatron_ft.trainer.plan import dtype_from_name, known_dtype
 from megatron_ft.trainer.sample import Sampler
+from megatron_ft.trainer.tensor_table import ADDRESSES, FORMS, TensorTable, versions
 
 _NEVER_COPIED = {
     known_dtype(f"{sign}{bits}") for sign in ("int", "uint") for bits in range(1, 8)
@@ -60,33 +60,6 @@ def _copyable(tensor: torch.Tensor) -> torch.Tensor:
 
 Form = tuple[str, torch.dtype, tuple[int, ...]]
 
-Column = Callable[[Sequence[torch.Tensor]], list[Any]]
-"""Reads one fact of each tensor, in a loop in C: there may be thousands."""
-
-
-def _column(read: Callable[[Any], Any]) -> Column:
-    return lambda tensors: list(map(read, tensors))
-
-
-_VERSION = attrgetter("_version")
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The number of writes to each, as torch counts; -1 of one made in inference mode."""
-    try:
-        return list(map(_VERSION, tensors))
-    except RuntimeError:
-        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-_ADDRESSES = _column(torch.Tensor.data_ptr)
-_FORMS = (
-    _ADDRESSES,
-    _column(attrgetter("shape")),
-    _column(torch.Tensor.stride),
-    _column(attrgetter("dtype")),
-)
-
 MOST_ROUNDS = 3
 """Times that tensors are found to change too early, before all of them are taken to do so: each
 costs a snapshot."""
@@ -109,39 +82,11 @@ def layout_changed(mismatch: str) -> str:
     )
 
 
-class BoundState(NamedTuple):
-    """Named tensors, and facts of them, by columns, that are compared with later ones."""
-
-    names: list[str]
-    tensors: list[torch.Tensor]
-    columns: Sequence[Column]
-    facts: list[list[Any]]
-
-    @classmethod
-    def of(
-        cls, names: list[str], tensors: list[torch.Tensor], columns: Sequence[Column]
-    ) -> BoundState:
-        """The facts of these tensors as of now."""
-        return cls(names, tensors, columns, [read(tensors) for read in columns])
-
-    def same(self, other: BoundState) -> bool:
-        """True if the other has these very tensors, with the same facts."""
-        return all(map(is_, self.tensors, other.tensors)) and self.facts == other.facts
-
-    def changed(self) -> list[str]:
-        """Names of the tensors that have other facts by now."""
-        now = [read(self.tensors) for read in self.columns]
-        if now == self.facts:
-            return []
-        rows = zip(self.names, zip(*self.facts, strict=True), zip(*now, strict=True), strict=True)
-        return [name for name, was, is_now in rows if was != is_now]
-
-
 class BoundaryFacts(NamedTuple):
     """Addresses of lazily copied tensors at a boundary, and the number of writes to each."""
 
-    places: BoundState
-    writes: BoundState
+    places: TensorTable
+    writes: TensorTable
 
     def written(self) -> list[str]:
         """Names of those that were written to since."""
@@ -186,7 +131,7 @@ class LayoutBinding:
             for region in map(region_tensor, regions)
         ]
         self._thorough, self._changed = thorough, ""
-        self._bound: BoundState | None = None
+        self._bound: TensorTable | None = None
         self._items: dict[int, list[CopyList]] = {}
         self.sampler = Sampler(self.lazy_entries)
         self._rounds, self._early = 0, frozenset[str]()
@@ -224,14 +169,14 @@ class LayoutBinding:
         write through these is counted there alone.
         """
         names, tensors = self._lazy, list(map(live.__getitem__, self._lazy))
-        places = BoundState.of(names, tensors, (_ADDRESSES,))
+        places = TensorTable.of(names, tensors, (ADDRESSES,))
         if wrapped:
             outer = [name for name in names if name in wrapped]
             names = [*names, *outer]
             tensors = [*tensors, *map(wrapped.__getitem__, outer)]
-        return BoundaryFacts(places, BoundState.of(names, tensors, (_versions,)))
+        return BoundaryFacts(places, TensorTable.of(names, tensors, (versions,)))
 
-    def bind(self, live: Mapping[str, torch.Tensor]) -> BoundState:
+    def bind(self, live: Mapping[str, torch.Tensor]) -> TensorTable:
         """The tensors as they lie now; for the copy thread, before their bytes are read.
 
         ValueError if they do not fit: some may have been given other memory since the boundary.
@@ -241,10 +186,10 @@ class LayoutBinding:
         if difference or tensors is None:
             self._changed = difference
             raise ValueError(layout_changed(difference))
-        return BoundState.of(self._names, tensors, _FORMS)
+        return TensorTable.of(self._names, tensors, FORMS)
 
     def later(
-        self, live: Mapping[str, torch.Tensor], bound: BoundState, slot: int
+        self, live: Mapping[str, torch.Tensor], bound: TensorTable, slot: int
     ) -> list[CopyList]:
         """The copies of all other tensors: those that are copied before ``save`` returns, the rest.
 

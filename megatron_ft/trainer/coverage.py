@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.trainer.addresses import DENSE, local_tensor
+from megatron_ft.trainer.tensor_table import versions
 
 Named = tuple[str, torch.Tensor]
 
@@ -125,26 +126,16 @@ class Written:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         # The tensors are kept: freed memory would be given out again.
-        self._tensors = tensors
-        self._places = places(tensors.values())
-        self._versions = list(map(_version, map(local_tensor, tensors.values())))
+        self._tensors, self._facts = tensors, _written(tensors.values())
 
     def lost(self, now: Mapping[str, torch.Tensor]) -> set[str]:
         """Names of those that lie elsewhere now, or were written to since."""
-        names = [name for name in self._tensors if name in now]
-        tensors = list(map(now.__getitem__, names))
-        found = zip(places(tensors), map(_version, map(local_tensor, tensors)), strict=True)
-        before = dict(
-            zip(self._tensors, zip(self._places, self._versions, strict=True), strict=True)
-        )
-        pairs = zip(names, tensors, found, strict=True)
-        return {
-            name
-            for name, tensor, is_now in pairs
-            if not is_empty(tensor) and before[name] != is_now
-        }
+        before = dict(zip(self._tensors, self._facts, strict=True))
+        left = {name: now[name] for name in before if name in now and not is_empty(now[name])}
+        after = zip(left, _written(left.values()), strict=True)
+        return {name for name, facts in after if facts != before[name]}
 
 
-def _version(tensor: torch.Tensor) -> int:
-    """The number of writes that torch counted; inference tensors have none."""
-    return -1 if tensor.is_inference() else tensor._version
+def _written(tensors: Iterable[torch.Tensor]) -> list[tuple[Place, int]]:
+    every = list(tensors)
+    return list(zip(places(every), versions(list(map(local_tensor, every))), strict=True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -23,10 +23,11 @@ from megatron_ft.trainer.addresses import DENSE, has_memory, reach_bytes
 from megatron_ft.trainer.binding import live_part, stored_view
 from megatron_ft.trainer.plan import dtype_name, known_dtype
 from megatron_ft.trainer.state import AdoptsTensors, TrainingState
+from megatron_ft.trainer.tensor_table import ADDRESSES, DTYPES, SHAPES, TensorTable
 
 Live = Mapping[str, torch.Tensor]
 
-_IS_CPU, _LAYOUT, _DTYPE = attrgetter("is_cpu"), attrgetter("layout"), attrgetter("dtype")
+_IS_CPU, _LAYOUT = attrgetter("is_cpu"), attrgetter("layout")
 
 
 class PlainLayout(NamedTuple):
@@ -56,36 +57,22 @@ class PlainLayout(NamedTuple):
         whole = stops == counts and lengths == sizes
         return cls(names, shapes, dtypes, offsets, lengths) if whole else None
 
-    def addresses(self, live: Live) -> list[int] | None:
-        """The addresses of its tensors, if ``live`` are these and a copy of bytes fills them.
-
-        None if something differs, or only planning can tell.
+    def table(self, live: Live) -> TensorTable | None:
+        """Its tensors with their addresses first, if ``live`` are these and a copy of bytes fills
+        them; None if something differs, or only planning can tell.
         """
-        if len(live) != len(self.names):
+        if live.keys() != {*self.names}:
             return None
-        try:
-            tensors = list(map(live.__getitem__, self.names))
-        except KeyError:
+        tensors = list(map(live.__getitem__, self.names))
+        if not _are_plain(tensors):
             return None
-        if not _are_plain(tensors) or list(map(_DTYPE, tensors)) != self.dtypes:
+        made = TensorTable.of(self.names, tensors, (ADDRESSES, SHAPES, DTYPES))
+        addresses, shapes, dtypes = made.facts
+        if dtypes != self.dtypes or shapes != self.shapes:
             return None
-        shapes: list[tuple[int, ...]] = list(map(torch.Tensor.size, tensors))
-        found = list(map(torch.Tensor.data_ptr, tensors))
-        if shapes != self.shapes or (0 in found and not all(map(has_memory, tensors))):
+        if 0 in addresses and not all(map(has_memory, tensors)):
             return None
-        return found if _lie_apart(found, self.lengths) else None
-
-    def lie_there(self, addresses: list[int], before: Live, now: Live) -> bool:
-        """True if ``now`` are the tensors of ``before``, still of these forms and addresses."""
-        if before.keys() != now.keys():
-            return False
-        tensors = list(map(now.__getitem__, self.names))
-        return (
-            all(map(is_, tensors, map(before.__getitem__, self.names)))
-            and list(map(_DTYPE, tensors)) == self.dtypes
-            and list(map(torch.Tensor.size, tensors)) == self.shapes
-            and list(map(torch.Tensor.data_ptr, tensors)) == addresses
-        )
+        return made if _lie_apart(addresses, self.lengths) else None
 
 
 def _are_plain(tensors: list[torch.Tensor]) -> bool:

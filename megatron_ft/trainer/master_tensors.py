@@ -7,7 +7,6 @@ optimizer_classes.py.  FusedAdam of Transformer Engine also keeps scales of its 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from megatron_ft.core.errors import ConfigError
 from megatron_ft.trainer.addresses import DENSE
 from megatron_ft.trainer.optimizer_classes import check_state, optimizer_class
 from megatron_ft.trainer.state import host_copy
+from megatron_ft.trainer.tensor_table import Members
 
 SCALES = "_scales"
 """Attribute of Transformer Engine's FusedAdam: by parameter, the scales of its fp8 moments."""
@@ -120,7 +120,7 @@ class MasterTensors:
         self._parameters = [master.parameter for master in self._masters]
         self._inners = list({id(master.inner): master.inner for master in self._masters}.values())
         self._numbered: list[Owned] | None = None
-        self._keys: tuple[list[str], list[int]] = [], []
+        self._keys: list[Any] = []
         self._names: list[str] = []
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -130,20 +130,18 @@ class MasterTensors:
         """
         kept = [inner.state[parameter] for _, inner, parameter in self._masters]
         scaled = any(getattr(inner, SCALES, None) for inner in self._inners)
-        if scaled or not {*map(type, kept)} <= {dict}:
-            return self._tensors_one_by_one()
-        values = [*self._parameters, *chain.from_iterable(map(dict.values, kept))]
-        if not {*map(type, values)} <= DENSE:
+        members = None if scaled else Members.of(kept)
+        values = [] if members is None else [*self._parameters, *members.values]
+        if members is None or not {*map(type, values)} <= DENSE:
             return self._tensors_one_by_one()
         self._numbered = []
         # Thousands of names: made anew only when keys are others than last time.
-        keys = list(chain.from_iterable(kept)), list(map(len, kept))
-        if keys != self._keys:
+        if members.keys != self._keys:
             begins = [f"{master.name}{self._separator}" for master in self._masters]
-            owned = [f"{begin}{self._own}" for begin in begins]
             pairs = zip(begins, kept, strict=True)
-            self._names = [*owned, *(f"{begin}{key}" for begin, state in pairs for key in state)]
-            self._keys = keys
+            self._names = [f"{begin}{self._own}" for begin in begins]
+            self._names += [f"{begin}{key}" for begin, state in pairs for key in state]
+            self._keys = members.keys
         return dict(zip(self._names, values, strict=True))
 
     def _tensors_one_by_one(self) -> dict[str, torch.Tensor]:

@@ -5,13 +5,14 @@ The latter is extra state, through torch's own interface for it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
+
+from megatron_ft.trainer.tensor_table import Members, are_all
 
 NamedModules = Iterable[tuple[str, torch.nn.Module]]
 Named = list[tuple[str, Any]]
@@ -77,17 +78,25 @@ class ModuleTree:
         Members are compared by identity, in calls that loop in C: there are thousands.
         """
         roots = list(self._find_roots())
-        if self._members is not None and _all_are(roots, self._roots):
-            now = Members.of(self.modules)
-            if now is not None and now.same(self._members):
-                return
+        now = self._of_modules() if are_all(roots, self._roots) else None
+        if now is not None and now.same(self._members):
+            return
         self.forget()
         self._roots = roots
         for number, root in enumerate(roots):
             self._walk(number, root)
         if self._every_name or all(map(_is_stock, roots)):
-            members = Members.of(self.modules)
-            self._members = members if members and members.are_all(self.modules, roots) else None
+            members = self._of_modules()
+            self._members = members if members and self._are_shown(members) else None
+
+    def _of_modules(self) -> Members | None:
+        """Children, parameters and buffers of all modules as of now."""
+        return Members.of(list(chain.from_iterable(map(_HOLDERS, self.modules))))
+
+    def _are_shown(self, members: Members) -> bool:
+        """True if the modules are the roots and all children, so that none of them hides itself."""
+        children = {id(value) for value in members.values if isinstance(value, torch.nn.Module)}
+        return children | {*map(id, self._roots)} == {*map(id, self.modules)}
 
     def _walk(self, number: int, root: torch.nn.Module) -> None:
         modules = list(_every_path(root) if self._every_name else root.named_modules())
@@ -103,40 +112,11 @@ class ModuleTree:
         self.keeping += [(self._name(number, name), module) for name, module in keeping]
 
 
-class Members(NamedTuple):
-    """Children, parameters and buffers of modules in order: keys and sizes of dicts, and values."""
-
-    keys: list[Any]
-    values: list[Any]
-
-    @classmethod
-    def of(cls, modules: Sequence[torch.nn.Module]) -> Members | None:
-        """The members as of now; None if a module keeps them in something else than dicts."""
-        holders = list(chain.from_iterable(map(_HOLDERS, modules)))
-        if not {*map(type, holders)} <= {dict, OrderedDict}:
-            return None
-        keys = [*chain.from_iterable(holders), *map(len, holders)]
-        return cls(keys, list(chain.from_iterable(map(dict.values, holders))))
-
-    def same(self, other: Members) -> bool:
-        """True if the other has these very members under the same keys."""
-        return self.keys == other.keys and _all_are(self.values, other.values)
-
-    def are_all(self, modules: Iterable[torch.nn.Module], roots: Iterable[torch.nn.Module]) -> bool:
-        """True if ``modules`` are the roots and all children, so that none of them hides itself."""
-        children = {id(value) for value in self.values if isinstance(value, torch.nn.Module)}
-        return children | {*map(id, roots)} == {*map(id, modules)}
-
-
 def _is_stock(root: torch.nn.Module) -> bool:
     """True if the root answers for its members as torch's modules do, so that holders say all."""
     kind = type(root)
     stock = all(getattr(kind, name) is getattr(torch.nn.Module, name) for name in _OVERRIDABLE)
     return stock and not vars(root).keys() & {*_OVERRIDABLE}
-
-
-def _all_are(left: list[Any], right: list[Any]) -> bool:
-    return len(left) == len(right) and all(map(is_, left, right))
 
 
 def _named(modules: Sequence[tuple[str, torch.nn.Module]], holder: str, *, once: bool) -> Named:

@@ -119,8 +119,9 @@ def restore_shard(shard: SealedShard, state: TrainingState) -> ShardLayout:
     reach("restore.verified")
     plain, live = PlainLayout.of(layout), live_tensors(state)
     check_kinds(live)
-    addresses = None if plain is None else plain.addresses(live)
-    if plain is not None and addresses is not None:
+    table = None if plain is None else plain.table(live)
+    if plain is not None and table is not None:
+        addresses: list[int] = table.facts[0]
         _copy(shard.cut(plain.offsets, plain.lengths), addresses, shard)
     else:
         _fill_one_by_one(layout, shard, state, without_replaced(layout, live, state))
@@ -128,7 +129,7 @@ def restore_shard(shard: SealedShard, state: TrainingState) -> ShardLayout:
     now = live_tensors(state)
     if isinstance(state, TrainsInPlace) and (lost := state.overwritten()):
         _fill_one_by_one(_part_of(layout, lost), shard, state, now)
-    if plain is None or addresses is None or not plain.lie_there(addresses, live, now):
+    if table is None or not table.still(now):
         require_same_layout(layout, plan_state(state, like=layout))
     if isinstance(state, KnowsMemory):
         state.require_covered()

@@ -36,7 +36,8 @@ def layout_of(live: Live) -> ShardLayout:
 def addresses(stored: ShardLayout, live: Live) -> list[int] | None:
     """As a restore compares them before it fills them."""
     plain = PlainLayout.of(stored)
-    return None if plain is None else plain.addresses(live)
+    table = None if plain is None else plain.table(live)
+    return None if table is None else table.facts[0]
 
 
 @st.composite
@@ -176,10 +177,9 @@ def laid_over(live: Live) -> None:
 def test_what_a_load_has_changed_is_seen(change: Callable[[Live], None]) -> None:
     live = {"a": torch.zeros(10), "b": torch.zeros(10)}
     layout, plain = layout_of(live), PlainLayout.of(layout_of(live))
-    assert plain is not None and (found := plain.addresses(live)) is not None
-    before = dict(live)
-    assert plain.lie_there(found, before, live)
+    assert plain is not None and (found := plain.table(live)) is not None
+    assert found.still(live)
     change(live)
-    assert plain.addresses(live) is None
-    assert not plain.lie_there(found, before, live)
+    assert plain.table(live) is None
+    assert not found.still(live)
     assert layout_differences(layout, layout_of(live))
