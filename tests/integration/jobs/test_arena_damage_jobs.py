@@ -183,7 +183,7 @@ def test_a_socket_that_was_removed_comes_back_while_training_goes_on(
     assert not job.restores() and "smp_restarted" not in job.kinds(), job.story()
 
 
-QUICK = Timing(heartbeat=0.25, lease=1.0, node_timeout=1.5)
+QUICK = Timing(heartbeat=0.25, lease=2.0, node_timeout=2.5)
 
 
 @pytest.mark.parametrize("damage", [folder_removed, on_arena(Path.unlink)], ids=["folder", "arena"])

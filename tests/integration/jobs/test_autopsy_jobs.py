@@ -141,7 +141,8 @@ def small_cgroup() -> Iterator[Path]:
 
 
 def test_the_oom_killer_is_told_from_a_kill(new: Callable[..., Job], small_cgroup: Path) -> None:
-    job = new("1:memory:8:1", "2:killed:16:2")
+    # A busy machine takes longer to fill the memory than a hang may last.
+    job = new("1:memory:8:1", "2:killed:16:2", hang_seconds=60.0)
     job.environment = {**job.environment, "MEGATRON_FT_TEST_CGROUP": str(small_cgroup)}
     job.run()
     assert verdicts(job) == [(1, "n1", "out of memory"), (2, "n2", "signal")], job.story()
