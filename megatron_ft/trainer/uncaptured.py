@@ -27,7 +27,9 @@ _KINDS = (
 _DEPTH, _LONGEST = 6, 10_000
 """Attributes and containers that are followed from an entry, one in another; and their length."""
 
-_LIBRARIES = {"accelerate", "deepspeed", "deepspeed_ext", "megatron_ft", "torch", "torchdata"}
+_LIBRARIES = frozenset(
+    "accelerate deepspeed deepspeed_ext megatron megatron_ft torch torchdata".split()
+)
 """Packages whose own objects with a ``state_dict`` are looked at by kind alone."""
 
 

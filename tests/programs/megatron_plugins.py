@@ -380,7 +380,7 @@ def hide_tensors() -> None:
         derived = [name for name in state.derived() if name.endswith("mlp.linear_fc1.weight")]
         assert len(derived) == 2, derived
         for name, hide in (("weight", _moved), ("hidden", _unnamed), ("average", _averaged)):
-            back = hide(weight, chunk.module.module, state)
+            back = hide(weight, chunk.module, state)
             try:
                 state.refresh()
                 state.require_covered()
@@ -391,12 +391,11 @@ def hide_tensors() -> None:
             back()
             state.refresh()
             state.require_covered()
-        chunk.module.module.decoder.final_layernorm.weight.requires_grad_(False)
-        objects = state.objects()
-        chunk.module.module.decoder.final_layernorm.weight.requires_grad_(True)
-        state._load_flags(objects["flags"])
-        assert not chunk.module.module.decoder.final_layernorm.weight.requires_grad
-        chunk.module.module.decoder.final_layernorm.weight.requires_grad_(True)
+        flags = state.objects()["flags"]
+        weight.requires_grad_(False)
+        frozen = state.objects()["flags"]
+        state._load_flags(flags)
+        assert weight.requires_grad and frozen != flags
 
     SnapshotRun.begin_training = checked  # type: ignore[method-assign]
 
