@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils.data import DataLoader
 
 from megatron_ft import run_resilient
@@ -84,6 +85,11 @@ def exhaust_memory() -> None:
         held.append(bytearray(os.urandom(1 << 20)))
 
 
+def enter_mode() -> None:
+    """A mode of torch that is entered and never left: nothing puts that back."""
+    BaseTorchFunctionMode().__enter__()
+
+
 KINDS: dict[str, Callable[[], None]] = {
     "loop": loop_for_ever,
     "c": block_in_c,
@@ -97,6 +103,7 @@ KINDS: dict[str, Callable[[], None]] = {
     "leave_quietly": leave_quietly,
     "killed": be_killed,
     "memory": exhaust_memory,
+    "mode": enter_mode,
 }
 
 

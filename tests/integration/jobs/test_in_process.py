@@ -68,6 +68,30 @@ def test_a_survivor_that_is_stuck_and_a_rank_with_an_error_of_its_own(
     assert second[0] == third[0] and second[1] != third[1], job.story()
 
 
+@pytest.mark.all_layouts
+def test_a_survivor_that_cannot_be_as_a_new_process_gives_way_to_one(
+    made: list[Job], tmp_path: Path, two: Result
+) -> None:
+    """It has entered a mode of torch for good; the console says which setting differs."""
+    environment = {"MEGATRON_FT_TEST_HANGS": "1:mode:6:0"}
+    job = Job(tmp_path, nodes=2, script=HANGING, environment=environment)
+    made.append(job)
+    pids: list[list[int]] = []
+
+    def kill_a_trainer(job: Job) -> None:
+        pids.append(job.trainers())
+        os.kill(pids[0][1], signal.SIGKILL)
+
+    def look(job: Job) -> None:
+        pids.append(job.trainers())
+
+    job.run((10, kill_a_trainer), (20, in_incarnation(2, look)))
+    assert not difference(job.result(), two), job.story()
+    first, second = pids
+    assert not set(first) & set(second), job.story()
+    assert "torch's function modes" in job.story(), job.story()
+
+
 def test_an_arena_is_unmapped_when_the_training_function_has_dropped_its_manager(
     made: list[Job], tmp_path: Path
 ) -> None:
