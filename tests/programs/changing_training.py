@@ -74,21 +74,25 @@ def main() -> None:
     parser.add_argument("--change", type=int, default=1 << 30)
     parser.add_argument("--values", type=int, default=0)
     parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=1, help="of an iteration: numbers count them")
+    parser.add_argument("--every", type=int, default=1, help="iterations from save to save")
     arguments = parser.parse_args()
     rank = int(os.environ["RANK"])
     training = Training(rank, arguments.change, arguments.values, arguments.width)
     snapshots = SnapshotManager(SnapshotConfig.from_env())
-    first = snapshots.load(into=training.state)
+    tokens = arguments.tokens
+    first = snapshots.load(into=training.state) // tokens
     snapshots.register_fence(training.optimizer)
     deadline = time.monotonic() + WAIT_SECONDS
     for iteration in range(first + 1, arguments.iterations + 1):
         while iteration == arguments.iterations and not (arguments.folder / "gate").exists():
             assert time.monotonic() < deadline, "the test has not opened the gate"
-            snapshots.watch.iteration_ended(iteration - 1)
+            snapshots.watch.iteration_ended((iteration - 1) * tokens)
             time.sleep(0.02)
         training.step(iteration)
-        snapshots.save(iteration, training.state)
-        time.sleep(0.05)
+        if iteration % arguments.every == 0:
+            snapshots.save(iteration * tokens, training.state)
+        time.sleep(0.05 / arguments.every)
     snapshots.close(finished=True)
     result = {"restored": first, "digest": training.result()}
     (arguments.folder / f"result-{rank}.json").write_text(json.dumps(result))

@@ -111,6 +111,31 @@ def test_a_list_grows_across_two_restarts(made: list[Job], tmp_path: Path) -> No
 
 
 @MORE
+@pytest.mark.parametrize(("tokens", "every"), [(4096, 1), (1, 100)])
+def test_numbers_of_saves_are_learned(
+    made: list[Job], tmp_path: Path, tokens: int, every: int
+) -> None:
+    """Numbers are tokens, or come every 100 iterations: permits meet them, behind a kill too."""
+    last = ITERATIONS * every
+    words = [program.__file__, "--folder", str(tmp_path), "--iterations", str(last)]
+    words += ["--tokens", str(tokens), "--every", str(every)]
+    job = Job(tmp_path, nodes=2, block_bytes=BLOCK, command=(sys.executable, *words))
+    made.append(job)
+
+    def kill_then_end(job: Job) -> None:
+        kill_rank(0)(job)
+        job.at_event["trainers_started"] = once_committed
+
+    job.at_event["committed"] = kill_then_end
+    job.run()
+    for rank in range(2):
+        found = json.loads((tmp_path / f"result-{rank}.json").read_text())
+        assert found["digest"] == program.expected(rank, 1 << 30, 0, last), (rank, job.story())
+    ((number, source),) = job.restores()
+    assert number > 0 and number % (tokens * every) == 0 and source == "own memory", job.story()
+
+
+@MORE
 def test_without_room_for_larger_arenas_the_older_ones_stay_and_it_is_tried_again(
     made: list[Job], tmp_path: Path
 ) -> None:
