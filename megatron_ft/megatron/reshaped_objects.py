@@ -82,6 +82,8 @@ def reshaped(
         SIZES: own[SIZES],
         "groups": _groups(own["groups"], old, identity),
         "numbers": own["numbers"],
+        # In the order of modules, which are others in another stage.
+        "flags": own.get("flags", b""),
         "scalers": _scalers(own["scalers"], old),
         "modules": _modules(own, place, old),
         "data_position": _data_position(own, place, old),

@@ -233,17 +233,16 @@ class MegatronState:
         return optimizers.state_numbers(self._optimizer)
 
     def _flags(self) -> bytes:
-        """``requires_grad`` of the parameters in the order of their names, a byte each."""
-        every = self._tree.parameters
-        return bytes(map(_TRAINED, map(every.__getitem__, sorted(every))))
+        """``requires_grad`` of the parameters in the order of the modules, a byte each."""
+        return bytes(map(_TRAINED, self._tree.parameters.values()))
 
     def _load_flags(self, flags: bytes) -> None:
         """Set what ``_flags`` gave, if it is of as many parameters; older releases gave none."""
-        every = self._tree.parameters
+        every = self._tree.parameters.values()
         if len(flags) == len(every):
-            for name, flag in zip(sorted(every), flags, strict=True):
-                if every[name].requires_grad != bool(flag):
-                    every[name].requires_grad_(bool(flag))
+            for parameter, flag in zip(every, flags, strict=True):
+                if parameter.requires_grad != bool(flag):
+                    parameter.requires_grad_(bool(flag))
 
     def _data_position(self) -> Any:
         if not state_parts.is_external(self._args):

@@ -201,7 +201,7 @@ def objects_beside_it_are_named() -> None:
     """What the framework makes is not; what a script adds is, once it is in no part."""
     engine = engine_of(STAGE)
     train_step(engine)
-    assert EngineState(engine).beside().objects == []
+    assert EngineState(engine).beside().objects == [], EngineState(engine).beside()
     average, teacher = Average(engine.module), nn.Linear(3, 3)
     second = torch.optim.SGD(teacher.parameters(), momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(second, 2)
