@@ -211,6 +211,26 @@ def test_at_a_stop_the_freshest_snapshot_that_can_be_written_wins(
     assert [iteration for iteration, _ in world.steps.writes] == ([7, 9] if fresher else [7])
 
 
+def test_at_a_stop_the_drain_of_the_newest_snapshot_is_not_begun_anew(world: World) -> None:
+    """It gives way to fresher ones only, however long it has run."""
+
+    async def work() -> None:
+        world.begin()
+        world.lost.append("n1")
+        world.coordinator.commit(7)
+        end = await world.steps.begun(1)
+        world.drains._slowest = 50.0
+        last = asyncio.create_task(world.drains.last(60.0))
+        await until(lambda: world.drains._ending, "the last drain")
+        assert not end.cancelled()
+        end.set_result(None)
+        assert await last
+        await world.drains.abandon()
+
+    asyncio.run(work())
+    assert [iteration for iteration, _ in world.steps.writes] == [7]
+
+
 def test_a_last_drain_that_fails_is_tried_a_few_times(world: World) -> None:
     async def work() -> bool:
         world.begin()

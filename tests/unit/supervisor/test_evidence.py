@@ -1,0 +1,51 @@
+"""The evidence that is kept of a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.evidence import EvidenceKeeper, _Seen, read_kept
+from megatron_ft.supervisor.failures import Failure
+from megatron_ft.supervisor.heartbeats import Heartbeats
+from megatron_ft.supervisor.processes import TrainerFleet
+
+
+@dataclass
+class Nodes:
+    """What an evidence keeper sees of the coordinator and the trainers: none has ended yet."""
+
+    observers: Observers = field(default_factory=Observers)
+    listeners: list[Callable[[m.NodeEvent], None]] = field(default_factory=list)
+    pulses: Heartbeats = field(default_factory=Heartbeats)
+    incarnation: int = 3
+
+    def nodes_by_rank(self) -> dict[int, str]:
+        """No rank."""
+        return {}
+
+    def hear(self, body: Any) -> None:
+        """An event of a node."""
+        for listener in self.listeners:
+            listener(m.NodeEvent("n0", self.incarnation, body))
+
+
+def test_the_versions_are_those_of_the_trainers(tmp_path: Path) -> None:
+    """This process may find other releases, and may hear of ranks that say nothing."""
+    nodes = Nodes()
+    cluster = VirtualCluster("job", ["n0"], tmp_path / "arenas")
+    fleet, coordinator = cast(TrainerFleet, nodes), cast(Coordinator, nodes)
+    keeper = EvidenceKeeper(tmp_path / "kept", "job", cluster, coordinator, fleet)
+    versions = {"python": "3.9.2", "megatron-core": "0.20.0", "torch": "2.12.1"}
+    hello = m.Hello(1, 0, 0, "dp0", (0,), 3, versions=versions)
+    nodes.hear(hello)
+    nodes.hear(m.Hello(2, 1, 1, "dp1", (1,), 3))
+    _, folder = keeper._keep(Failure("a trainer ended", "exit"), _Seen({}, (), {}))
+    kept = read_kept(folder).evidence.versions
+    assert versions.items() <= kept.items() and {"linux", "megatron-ft"} <= kept.keys(), kept
