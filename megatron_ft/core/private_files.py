@@ -92,7 +92,10 @@ def reason_against_parent(info: os.stat_result) -> str:
     nobody can take away ours.
     """
     if not stat.S_ISDIR(info.st_mode) or info.st_uid not in (os.geteuid(), 0):
-        return f"belongs to user {info.st_uid} or is no folder: choose another directory"
+        return (
+            f"belongs to user {info.st_uid} or is no folder: run the command as its owner, or "
+            "choose another directory"
+        )
     if info.st_mode & OTHERS_WRITE and not info.st_mode & stat.S_ISVTX:
         return (
             f"has mode {stat.S_IMODE(info.st_mode):o}, so others may put files there: "

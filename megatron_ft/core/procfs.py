@@ -81,6 +81,17 @@ def storage_bytes_read() -> int | None:
     return int(counts["read_bytes"]) if "read_bytes" in counts else None
 
 
+def command_above(program: str) -> list[str]:
+    """The command line of the nearest process above this one that runs ``program``; or none."""
+    pid = os.getppid()
+    while pid > 1:
+        words = [os.fsdecode(word) for word in _read(pid, "cmdline").split(b"\0")[:-1]]
+        if words and Path(words[0]).name == program:
+            return words
+        pid = int(read_status(pid).get("PPid", "0"))
+    return []
+
+
 def machine() -> str:
     """A name that all processes of one running kernel share, containers included."""
     return (PROC / "sys/kernel/random/boot_id").read_text().strip()

@@ -198,8 +198,9 @@ keep_deputies() {
     while kill -0 "$$" 2>/dev/null; do
         # A controller that does not answer says nothing of the deputies.
         others="$(scontrol show hostnames "$(squeue --noheader --jobs "$THIS" --format=%N)" |
-            grep -vx "$SLURMD_NODENAME")"
-        if steps="$(squeue --steps --noheader --jobs "$SLURM_JOB_ID" --format='%N %j')"; then
+            grep -vx "$SLURMD_NODENAME")" 2>>"$STATE_DIR/deputies.log"
+        if steps="$(squeue --steps --noheader --jobs "$SLURM_JOB_ID" --format='%N %j' \
+            2>>"$STATE_DIR/deputies.log")"; then
             count=0
             for node in $others; do
                 ! grep -qx "$node $DEPUTY" <<<"$steps" || count=$((count + 1))
@@ -277,17 +278,19 @@ rmdir --ignore-fail-on-non-empty "$0" 2>/dev/null || true'
 # left there, and this one has not taken over, may be all that the next one can resume from.
 free_memory() {
     local nodes count
-    nodes="$(squeue --noheader --jobs "$THIS" --format=%N)"
-    count="$(scontrol show hostnames "$nodes" | wc -l)"
+    nodes="$(squeue --noheader --jobs "$THIS" --format=%N 2>/dev/null)"
+    count="$(scontrol show hostnames "$nodes" 2>/dev/null | wc -l)"
     "${SRUN_HERE[@]}" --nodes="$count" --ntasks="$count" --nodelist="$nodes" --output=none \
-        bash -c "$FREE" "${ARENA_DIR:?}/${JOB:?}" "$SLURM_JOB_ID"
+        bash -c "$FREE" "${ARENA_DIR:?}/${JOB:?}" "$SLURM_JOB_ID" 2>/dev/null ||
+        echo "megatron-ft: Slurm did not free the memory of this job on all nodes; the site's epilog" \
+            "does, or \`megatron-ft clean\` there" >&2
 }
 
 # too_short: Slurm warned of the time limit as soon as the job began, and will do so each time.
 too_short() {
     local left
     [ "$code" -eq 14 ] && [ -n "$told_after" ] && [ "$told_after" -lt 60 ] || return 1
-    left="$(squeue --noheader --jobs "$THIS" --format=%L)"
+    left="$(squeue --noheader --jobs "$THIS" --format=%L 2>/dev/null)"
     [[ "$left" =~ ^[0-9]{1,2}:[0-9]{2}$ ]] || return 1
     echo "megatron-ft: told to stop after $told_after s, with $left left: --time must be longer than" \
         "what --signal leaves before its end; not requeued"
@@ -325,7 +328,7 @@ supervise() {
     # Memory, tasks and hosts are the other one's.
     ! led_by_another || exit "$code"
     # Replacement hosts are jobs of their own, which end by themselves only after a while.
-    scancel --me --name="megatron-ft-host-of-$SLURM_JOB_ID"
+    scancel --me --name="megatron-ft-host-of-$SLURM_JOB_ID" 2>/dev/null
     case "$code" in
         13 | 14) [ "$AFTER_TERM" != requeue ] || reason="told to stop" ;;
         11) [ "$ON_NO_SPARE" = stop ] || reason="no spare is left" ;;

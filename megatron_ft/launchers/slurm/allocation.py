@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_ft.core import procfs
 from megatron_ft.core.errors import (
     ConfigError,
     ControlPlaneError,
@@ -347,7 +348,7 @@ def no_kill(environment: Mapping[str, str] = os.environ) -> bool | None:
     """True if the Slurm job that we are in shall outlive the loss of a node.
 
     None outside of one, and while Slurm does not answer.  It does not tell by itself: the batch
-    script is read, and how it was submitted, where that is shown.
+    script is read, and how it was submitted, where that is shown; salloc is a process above.
     """
     job = environment.get("SLURM_JOB_ID")
     if not job:
@@ -357,7 +358,8 @@ def no_kill(environment: Mapping[str, str] = os.environ) -> bool | None:
     if shown is None:
         return None
     submitted = re.search(r"SubmitLine=(.*?)(?:\s\w+=|$)", shown)
-    return asks_no_kill(script or "", submitted.group(1) if submitted else "", environment)
+    line = submitted.group(1) if submitted else shlex.join(procfs.command_above("salloc"))
+    return asks_no_kill(script or "", line, environment)
 
 
 def asks_no_kill(script: str, submit_line: str, environment: Mapping[str, str]) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_ft.core.errors import MissingEnvironmentError, SchedulerAwayError
 from megatron_ft.launchers.slurm import allocation
-from megatron_ft.launchers.slurm.allocation import Allocation, is_away
+from megatron_ft.launchers.slurm.allocation import Allocation, asks_no_kill, is_away
 
 CONTACT = "slurm_load_node error: Unable to contact slurm controller (connect failure)"
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n0"}
@@ -70,3 +73,17 @@ def test_what_slurm_refuses_is_not_asked_again(commands: Path) -> None:
 )
 def test_only_messages_of_slurm_say_that_it_is_away(text: str, away: bool) -> None:
     assert is_away(text) is away
+
+
+def test_a_salloc_above_says_how_it_was_called(tmp_path: Path) -> None:
+    """The shell below it has no batch script, and this Slurm shows no line of salloc."""
+    script = "from megatron_ft.core.procfs import command_above as f; print(f('salloc'), f('no'))"
+    salloc = tmp_path / "salloc"
+    salloc.write_text(f'#!/bin/sh\n{sys.executable} -c "{script}"\n:\n')
+    shell = ["/bin/sh", str(salloc)]
+    assert subprocess.check_output(shell, text=True).strip() == "[] []", "a shell is none"
+    named = ["salloc", str(salloc), "--no-kill", "a b"]
+    said = subprocess.check_output(named, executable="/bin/sh", text=True).strip()
+    assert said == f"{named} []"
+    line = shlex.join(named)
+    assert asks_no_kill("", line, {}) and not asks_no_kill("", shlex.join(named[:2]), {})
