@@ -26,6 +26,10 @@ class Nodes:
     pulses: Heartbeats = field(default_factory=Heartbeats)
     incarnation: int = 3
 
+    def listen(self, listener: Callable[[m.NodeEvent], None]) -> None:
+        """As of the coordinator."""
+        self.listeners.append(listener)
+
     def nodes_by_rank(self) -> dict[int, str]:
         """No rank."""
         return {}
