@@ -16,9 +16,9 @@ for job in "$root"/*; do
         flock --nonblock "$folder/smp.lock" rm -rf "$folder" || continue
         # What MPI keeps in .worlds is nobody's once the last node's folder is gone.
         [ -n "$(ls "$job")" ] || rm -rf "$job"/.[!.]*
+        rmdir --ignore-fail-on-non-empty "$job"
     done
-    # Also one whose nodes' folders an SMP has removed itself.
-    [ ! -d "$job" ] || [ -L "$job" ] || rmdir --ignore-fail-on-non-empty "$job"
 done
-rmdir --ignore-fail-on-non-empty "$root"
+# Also what SMPs have emptied themselves; a folder of this minute may be that of a job that starts.
+find "$root" -maxdepth 1 -depth -type d -empty -mmin +1 -delete 2>/dev/null
 exit 0

@@ -197,8 +197,8 @@ keep_deputies() {
     # Without control groups this outlives a script that is killed, and must not serve the next one.
     while kill -0 "$$" 2>/dev/null; do
         # A controller that does not answer says nothing of the deputies.
-        others="$(scontrol show hostnames "$(squeue --noheader --jobs "$THIS" --format=%N)" |
-            grep -vx "$SLURMD_NODENAME")" 2>>"$STATE_DIR/deputies.log"
+        others="$({ scontrol show hostnames "$(squeue --noheader --jobs "$THIS" --format=%N)" |
+            grep -vx "$SLURMD_NODENAME"; } 2>>"$STATE_DIR/deputies.log")"
         if steps="$(squeue --steps --noheader --jobs "$SLURM_JOB_ID" --format='%N %j' \
             2>>"$STATE_DIR/deputies.log")"; then
             count=0

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -255,6 +256,10 @@ def test_the_epilog_frees_what_its_job_left_and_nobody_holds(number: str, freed:
     folder = root / "job" / "n0"
     folder.mkdir(parents=True)
     (root / "job" / ".worlds" / "w1").mkdir(parents=True)
+    empty, starting = root / "emptied", root / "starting"
+    for one in (empty, starting):
+        one.mkdir()
+    os.utime(empty, (0.0, time.time() - 600))
     try:
         for name, content in (("slurm-job", "7"), ("smp.lock", ""), ("a.arena", "x")):
             (folder / name).write_text(content)
@@ -271,5 +276,6 @@ def test_the_epilog_frees_what_its_job_left_and_nobody_holds(number: str, freed:
             assert (folder / "a.arena").exists(), "it was held"
         subprocess.run([script], env={**os.environ, **variables}, check=True)
         assert folder.exists() != freed and folder.parent.exists() != freed
+        assert starting.exists() and not empty.exists()
     finally:
         subprocess.run(["rm", "-rf", root], check=True)

@@ -572,3 +572,26 @@ def test_a_deputy_that_cannot_start_is_said(tmp_path: Path) -> None:
             assert process.wait(60) == 0
         finally:
             process.kill()
+
+
+def test_raw_errors_of_a_controller_that_is_away_are_kept_out_of_the_output(
+    tmp_path: Path,
+) -> None:
+    batch, said = Batch(tmp_path, 0, SIGNALS="1", NODES="n0 n1"), tmp_path / "said"
+    raw = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    for name in ("squeue", "scontrol", "scancel"):
+        batch._write(tmp_path / name, f"#!/bin/bash\necho '{raw}' >&2\nexit 1\n")
+    command = ["bash", "-c", f"exec >{said} 2>&1; source {SUPERVISE}; supervise true"]
+    log = Path(batch.environment["STATE_DIR"]) / "deputies.log"
+    with subprocess.Popen(command, env=batch.environment) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not log.exists() or log.read_text().count(raw) < 3:
+                assert time.monotonic() < deadline, f"{log} has no error: {said.read_text()}"
+                time.sleep(0.1)
+            with batch.calls.open("a") as calls:
+                calls.write("sent\n")
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    assert raw not in said.read_text(), said.read_text()
