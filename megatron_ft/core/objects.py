@@ -73,17 +73,29 @@ def encode(value: Any, stand_in: StandIn | None = None) -> bytes:
 
     UnencodableError names the place of what cannot be written, its type, and what to do.
     """
-    try:
-        data = _packed(_Encoder(stand_in, careful=False).value(value))
-    except (OverflowError, UnicodeEncodeError):
-        # Integers beyond 64 bits: rare enough to look at each value only then.
-        data = _packed(_Encoder(stand_in, careful=True).value(value))
+    data = _data_of(value, stand_in)
     if len(data) > MOST_BYTES:
         raise UnencodableError(
             f"the small objects of the state take {len(data)} bytes, more than {MOST_BYTES}: keep "
             "large arrays as tensors of the state"
         )
     return MAGIC + data
+
+
+def written_once(plain: tuple[Any, ...]) -> Part:
+    """A Part whose bytes are made now, for values that many calls of ``encode`` write.
+
+    ``plain`` holds numbers, texts and tuples of these alone: lists, dicts and sets are numbered.
+    """
+    return Part(msgspec.Raw(_data_of(plain, None)))
+
+
+def _data_of(value: Any, stand_in: StandIn | None) -> bytes:
+    try:
+        return _packed(_Encoder(stand_in, careful=False).value(value))
+    except (OverflowError, UnicodeEncodeError):
+        # Integers beyond 64 bits: rare enough to look at each value only then.
+        return _packed(_Encoder(stand_in, careful=True).value(value))
 
 
 _packed = msgspec.msgpack.Encoder().encode
@@ -105,7 +117,8 @@ class _Encoder:
             return self._checked(value) if self._careful else value
         known = None if self._stand_in is None else self._stand_in(value)
         if known is not None:
-            return [Tag.PART, self.value(known.plain)]
+            plain = known.plain
+            return [Tag.PART, plain if type(plain) is msgspec.Raw else self.value(plain)]
         if id(value) in self._open:
             raise self._error(value, "refers to itself")
         if (seen := self._numbers.get(id(value))) is not None:

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.trainer.addresses import DENSE, local_tensor
+from megatron_ft.trainer.nested import tensors_in
 from megatron_ft.trainer.tensor_table import versions
 
 Named = tuple[str, torch.Tensor]
@@ -107,18 +108,6 @@ def numbers_of(optimizer: Any) -> dict[int, int]:
     for parameter in every:
         numbers.setdefault(id(parameter), len(numbers))
     return numbers
-
-
-def tensors_in(path: str, value: Any) -> Iterator[Named]:
-    """Tensors in nested mappings, lists and tuples, by their places below ``path``."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from tensors_in(f"{path}/{key}", inner)
-    elif isinstance(value, list | tuple):
-        for key, inner in enumerate(value):
-            yield from tensors_in(f"{path}/{key}", inner)
 
 
 class Written:

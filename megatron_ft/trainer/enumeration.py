@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
 from operator import attrgetter
@@ -12,11 +11,13 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from megatron_ft.core.errors import ConfigError
-from megatron_ft.core.objects import PLAIN
 from megatron_ft.trainer.addresses import DENSE, local_tensor
 from megatron_ft.trainer.module_state import ModuleState
-from megatron_ft.trainer.optimizer_load import optimizer_content
+from megatron_ft.trainer.nested import is_stateful, named_tensors, same_name
+from megatron_ft.trainer.optimizer_content import OptimizerState
+from megatron_ft.trainer.tensor_table import Members, are_all
+
+Tensors = Mapping[str, torch.Tensor]
 
 SMALL_BYTES = 16384
 """Tensors of unknown Stateful objects up to this size travel with the small objects: a
@@ -29,104 +30,133 @@ _KIND, _LENGTH = attrgetter("layout", "is_nested"), attrgetter("nbytes")
 _STRIDED = {(torch.strided, False)}
 
 
-@dataclass
-class Enumeration:
-    """One pass over a state mapping.
+class NamedTensors:
+    """The tensors of some tables, by name: ``lazy`` ones and those of the ``boundary``.
 
-    ``structures`` holds, per name of the mapping, what has to be encoded beside the
-    tensors; ``name_of`` says by ``id`` which tensor inside them is stored under which
-    name; ``handles`` gives the user's own object (a DTensor, not its local shard), and
-    ``all_plain`` says that they are no subclasses; ``inlined`` are small tensors that are encoded
-    with their structure.
+    ``handles`` gives the user's own object (a DTensor, not its local shard), and ``all_plain`` says
+    that they are no subclasses.
     """
 
-    lazy: dict[str, torch.Tensor] = field(default_factory=dict)
-    boundary: dict[str, torch.Tensor] = field(default_factory=dict)
-    structures: dict[str, Any] = field(default_factory=dict)
-    handles: dict[str, torch.Tensor] = field(default_factory=dict)
-    inlined: list[torch.Tensor] = field(default_factory=list)
-    all_plain: bool = True
+    def __init__(self, lazy: list[Tensors], boundary: list[Tensors]) -> None:
+        """ConfigError for two tensors of one name."""
+        self._tables = [*lazy, None, *boundary]
+        self.handles: dict[str, torch.Tensor] = {}
+        for table in (*lazy, *boundary):
+            if not self.handles.keys().isdisjoint(table):
+                raise same_name(min(self.handles.keys() & table.keys()))
+            self.handles.update(table)
+        self.all_plain = {*map(type, self.handles.values())} <= DENSE
+        self.lazy, self.boundary = self._local(lazy), self._local(boundary)
+
+    def _local(self, tables: list[Tensors]) -> dict[str, torch.Tensor]:
+        found = {name: one for table in tables for name, one in table.items()}
+        if self.all_plain:
+            return found
+        return dict(zip(found, map(local_tensor, found.values()), strict=True))
+
+    def or_anew(self, lazy: list[Tensors], boundary: list[Tensors]) -> NamedTensors:
+        """Those of the given tables: these, if they are of the very same ones.
+
+        A DTensor may have another shard than last time.
+        """
+        same = self.all_plain and are_all(self._tables, [*lazy, None, *boundary])
+        return self if same else NamedTensors(lazy, boundary)
 
     @cached_property
     def name_of(self) -> dict[int, str]:
-        """The name of each tensor by its ``id``, of several the first; of a finished pass."""
+        """The name of each tensor by its ``id``, of several the first."""
         names, tensors = reversed(self.handles.keys()), reversed(self.handles.values())
         return dict(zip(map(id, tensors), names, strict=True))
 
     @cached_property
     def wrapped(self) -> dict[str, torch.Tensor]:
-        """The tensors whose insides are stored, by name; of a finished pass."""
+        """The tensors whose insides are stored, by name."""
         if self.all_plain:
             return {}
         return {n: one for n, one in self.handles.items() if local_tensor(one) is not one}
 
-    def put(self, name: str, tensor: torch.Tensor, lazy: bool) -> None:
-        """Register a tensor under a name that must be new."""
-        if name in self.handles:
-            raise ConfigError(f"two tensors of the state are called {name!r}; rename one of them")
-        self.handles[name] = tensor
-        self.all_plain &= type(tensor) in DENSE
-        (self.lazy if lazy else self.boundary)[name] = local_tensor(tensor)
 
-    def put_all(self, names: list[str], tensors: list[torch.Tensor], lazy: bool) -> None:
-        """As ``put`` of each, in few calls: there may be thousands."""
-        if not self.handles.keys().isdisjoint(names) or len({*names}) < len(names):
-            for name, tensor in zip(names, tensors, strict=True):
-                self.put(name, tensor, lazy)
-        self.handles.update(zip(names, tensors, strict=True))
-        plain = {*map(type, tensors)} <= DENSE
-        self.all_plain &= plain
-        local = tensors if plain else map(local_tensor, tensors)
-        (self.lazy if lazy else self.boundary).update(zip(names, local, strict=True))
+class PlainTensors:
+    """The plain tensors of a state mapping, sorted anew only when one is another."""
 
-    def put_plain(self, names: list[str], tensors: list[torch.Tensor]) -> None:
-        """Register tensors of a mapping that holds nothing else, as ``enumerate_entry`` would."""
-        if {*map(_KIND, tensors)} <= _STRIDED:
-            long = list(map(COUNTER_BYTES.__lt__, map(_LENGTH, tensors)))
+    def __init__(self) -> None:
+        self._members: Members | None = None
+        self.long: Tensors = {}
+        self.short: Tensors = {}
+
+    def refresh(self, tensors: Tensors) -> PlainTensors:
+        """Take these; ``short`` ones are likely counters."""
+        members = Members(list(tensors), list(tensors.values()))
+        if members.same(self._members):
+            return self
+        if {*map(type, members.values)} <= DENSE and {*map(_KIND, members.values)} <= _STRIDED:
+            is_long = list(map(COUNTER_BYTES.__lt__, map(_LENGTH, members.values)))
         else:
-            long = [_is_longer(tensor, COUNTER_BYTES) for tensor in tensors]
-        for lazy in (True, False):
-            chosen = [is_long is lazy for is_long in long]
-            self.put_all(list(compress(names, chosen)), list(compress(tensors, chosen)), lazy)
+            is_long = [_is_longer(tensor, COUNTER_BYTES) for tensor in members.values]
+        self._members, self.long = members, dict(compress(tensors.items(), is_long))
+        self.short = {name: one for name, one in tensors.items() if name not in self.long}
+        return self
 
 
-def is_stateful(value: Any) -> bool:
-    """True for the Stateful protocol of torch.distributed.checkpoint."""
-    if type(value) in DENSE:
-        return False
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+class Enumeration:
+    """One pass over the entries of a state mapping, in which what is known stands for its object.
 
-
-def is_optimizer(value: Any) -> bool:
-    """True for torch's optimizers and wrappers that look like one."""
-    return is_stateful(value) and hasattr(value, "param_groups") and hasattr(value, "step")
-
-
-def enumerate_entries(found: Enumeration, entries: Mapping[str, Any]) -> None:
-    """Enumerate the entries of a state mapping; modules come as their ModuleState."""
-    tensors = list(entries.values())
-    if {*map(type, tensors)} <= DENSE:
-        return found.put_plain(list(entries), tensors)
-    for name, value in entries.items():
-        enumerate_entry(found, name, value)
-
-
-def enumerate_entry(found: Enumeration, name: str, value: Any) -> None:
-    """Enumerate one entry of a state mapping.
-
-    Lazily copied: parameters of modules, everything of optimizers, plain tensors that
-    are no counters.  At the boundary: buffers, and whatever else has a state_dict.
+    Lazily copied: parameters of modules, everything of optimizers, plain tensors that are no
+    counters.  At the boundary: buffers, and whatever else has a state_dict.  ``structures`` holds,
+    per name of the mapping, what has to be encoded beside the tensors, with the ``inlined`` small
+    ones in it.
     """
-    if isinstance(value, ModuleState):
-        _module(found, name, value)
-    elif isinstance(value, torch.Tensor):
-        found.put(name, value, _is_longer(value, COUNTER_BYTES))
-    elif is_optimizer(value):
-        enumerate_structure(found, name, optimizer_content(value), True)
-    elif is_stateful(value):
-        enumerate_structure(found, name, value.state_dict(), False, inline=SMALL_BYTES)
-    else:
-        enumerate_structure(found, name, value, None)
+
+    def __init__(
+        self, entries: Mapping[str, Any], plain: PlainTensors, before: NamedTensors
+    ) -> None:
+        """``plain`` are those of the mapping itself; what ``before`` knows is not made anew."""
+        self.structures: dict[str, Any] = {}
+        self.inlined: list[torch.Tensor] = []
+        self._lazy, self._boundary = list[Tensors](), list[Tensors]()
+        self._put(plain.long, plain.short)
+        for name, value in entries.items():
+            self._entry(name, value)
+        self.tensors = before.or_anew(self._lazy, self._boundary)
+
+    def _put(self, lazy: Tensors, boundary: Tensors) -> None:
+        self._lazy += [lazy] if lazy else []
+        self._boundary += [boundary] if boundary else []
+
+    def _entry(self, name: str, value: Any) -> None:
+        if isinstance(value, ModuleState):
+            self._module(name, value)
+        elif isinstance(value, OptimizerState):
+            value.refresh()
+            self._put(value.tensors, {})
+            self.structures[name] = value.structure
+        elif is_stateful(value):
+            self.structures[name] = content = value.state_dict()
+            self._put({}, self._but_small(named_tensors(name, content)))
+        else:
+            self.structures[name] = value
+            found = PlainTensors().refresh(named_tensors(name, value))
+            self._put(found.long, found.short)
+
+    def _module(self, name: str, module: ModuleState) -> None:
+        """A structure is kept only of what is none of the module's own tensors."""
+        module.refresh()
+        self._put(module.parameters, module.buffers)
+        if module.more:
+            extra, rest = module.split_more()
+            self._put({}, named_tensors(name, rest))
+            self._put({}, self._but_small(named_tensors(name, extra)))
+            self.structures[name] = module.more
+
+    def _but_small(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those that do not stay with their structure: of a DTensor only the shard is stored."""
+        small = {
+            name
+            for name, one in tensors.items()
+            if type(one) in DENSE and not _is_longer(one, SMALL_BYTES)
+        }
+        self.inlined += [tensors[name] for name in tensors if name in small]
+        return {name: one for name, one in tensors.items() if name not in small}
 
 
 def _is_longer(tensor: torch.Tensor, length: int) -> bool:
@@ -134,50 +164,3 @@ def _is_longer(tensor: torch.Tensor, length: int) -> bool:
     if is_lazy(tensor):
         return True
     return tensor.layout != torch.strided or tensor.is_nested or tensor.nbytes > length
-
-
-def _module(found: Enumeration, name: str, module: ModuleState) -> None:
-    """Enumerate a module; a structure is kept only of what is none of its own tensors."""
-    module.refresh()
-    found.put_all(list(module.parameters), list(module.parameters.values()), True)
-    found.put_all(list(module.buffers), list(module.buffers.values()), False)
-    if module.more:
-        extra, rest = module.split_more()
-        enumerate_structure(found, name, rest, False)
-        enumerate_structure(found, name, extra, False, inline=SMALL_BYTES)
-        found.structures[name] = module.more
-
-
-def enumerate_structure(
-    found: Enumeration, name: str, value: Any, lazy: bool | None, inline: int = -1
-) -> None:
-    """Enumerate nested containers; tensors of at most ``inline`` bytes stay with it."""
-    found.structures[name] = value
-    names, tensors = list[str](), list[torch.Tensor]()
-    pending: list[tuple[str, Any]] = [("", {name: value})]
-    while pending:
-        path, container = pending.pop()
-        items = container.items() if isinstance(container, Mapping) else enumerate(container)
-        for key, item in items:
-            if isinstance(item, torch.Tensor):
-                names.append(f"{path}{key}")
-                tensors.append(item)
-            elif isinstance(item, Mapping):
-                pending.append((f"{path}{key}/", item))
-            elif isinstance(item, list | tuple):
-                if not PLAIN.issuperset(map(type, item)):
-                    pending.append((f"{path}{key}/", item))
-            elif type(item) not in PLAIN and is_stateful(item):
-                raise ConfigError(
-                    f"{path}{key} ({type(item).__name__}) has a state_dict but lies inside another "
-                    "value; put it into the state mapping under a name of its own"
-                )
-    if inline >= 0:
-        # Of a DTensor only the shard can be stored.
-        kept = [type(one) not in DENSE or _is_longer(one, inline) for one in tensors]
-        found.inlined += [one for one, is_kept in zip(tensors, kept, strict=True) if not is_kept]
-        names, tensors = list(compress(names, kept)), list(compress(tensors, kept))
-    if lazy is not None:
-        return found.put_all(names, tensors, lazy)
-    for one, tensor in zip(names, tensors, strict=True):
-        found.put(one, tensor, _is_longer(tensor, COUNTER_BYTES))

@@ -13,8 +13,9 @@ import torch
 
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.trainer.addresses import AddressBook, local_tensor
-from megatron_ft.trainer.coverage import Named, is_empty, places, tensors_in
+from megatron_ft.trainer.coverage import Named, is_empty, places
 from megatron_ft.trainer.module_tree import ModuleTree, Name, Roots
+from megatron_ft.trainer.nested import tensors_in
 
 
 class _Memory:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -27,15 +27,12 @@ from megatron_ft.trainer.coverage import (
     require_covered,
 )
 from megatron_ft.trainer.dtensor_places import dtensor_places
-from megatron_ft.trainer.enumeration import (
-    Enumeration,
-    enumerate_entries,
-    is_optimizer,
-    is_stateful,
-)
+from megatron_ft.trainer.enumeration import Enumeration, NamedTensors, PlainTensors
 from megatron_ft.trainer.forms import check_forms
 from megatron_ft.trainer.in_place import filled
 from megatron_ft.trainer.module_state import ModuleState
+from megatron_ft.trainer.nested import is_optimizer, is_stateful
+from megatron_ft.trainer.optimizer_content import OptimizerState
 from megatron_ft.trainer.optimizer_load import exact_loads, load_optimizer, parameters
 from megatron_ft.trainer.optimizer_places import StatePlaces, has_device
 from megatron_ft.trainer.plan import check_kinds
@@ -74,6 +71,8 @@ class MappingState:
         """Nothing is read yet; refresh() does."""
         self._state, self._leave_out = state, tuple(leave_out)
         self._modules: dict[str, ModuleState] = {}
+        self._optimizers: dict[str, OptimizerState] = {}
+        self._plain, self._before = PlainTensors(), NamedTensors([], [])
         self._written: Written | None = None
         self._replicated = dict(replicated or {})
         self._found: Enumeration | None = None
@@ -86,32 +85,43 @@ class MappingState:
 
     def refresh(self) -> None:
         """Enumerate the mapping as it is now."""
-        self._found, found = None, Enumeration()
-        for name in [n for n, m in self._modules.items() if self._state.get(n) is not m.module]:
-            del self._modules[name]
-        enumerate_entries(found, self._entries())
-        self._found = found
+        self._found = None
+        self._found = Enumeration(self._entries(), self._plain, self._before)
+        self._before = self._found.tensors
 
-    def _entries(self) -> Mapping[str, Any]:
-        """The mapping with what is known of its modules in their place."""
-        if {*map(type, self._state.values())} <= DENSE:
-            return self._state
-        return {name: self._entry(name, value) for name, value in self._state.items()}
+    def _entries(self) -> dict[str, Any]:
+        """All but plain tensors; what is known of modules and optimizers in their place."""
+        tensors, others = self._state, dict[str, Any]()
+        if not {*map(type, tensors.values())} <= DENSE:
+            tensors = {n: one for n, one in tensors.items() if isinstance(one, torch.Tensor)}
+            others = {n: self._known(n, v) for n, v in self._state.items() if n not in tensors}
+        self._plain.refresh(tensors)
+        self._modules = {n: m for n, m in others.items() if isinstance(m, ModuleState)}
+        self._optimizers = {n: o for n, o in others.items() if isinstance(o, OptimizerState)}
+        return others
 
-    def _entry(self, name: str, value: Any) -> Any:
-        """The value; of a module, what is known of it since the last time."""
-        if not isinstance(value, torch.nn.Module):
-            return value
-        known = self._modules.get(name)
-        if known is None or known.module is not value:
-            known = self._modules[name] = ModuleState(name, value, self._leave_out)
-        return known
+    def _known(self, name: str, value: Any) -> Any:
+        """The value; of a module or an optimizer, what is known of it since the last time."""
+        if isinstance(value, torch.nn.Module):
+            module = self._modules.get(name)
+            known = module is not None and module.module is value
+            return module if known else ModuleState(name, value, self._leave_out)
+        if is_optimizer(value):
+            optimizer = self._optimizers.get(name)
+            known = optimizer is not None and optimizer.optimizer is value
+            return optimizer if known else OptimizerState(name, value)
+        return value
 
     def forget_tensors(self) -> None:
         """Let go of what was enumerated, until it is asked for."""
         self._found = None
+        self._plain, self._before = PlainTensors(), NamedTensors([], [])
         for module in self._modules.values():
             module.forget()
+        for optimizer in self._optimizers.values():
+            optimizer.forget()
+
+    rescan = forget_tensors
 
     def require_ready(self) -> None:
         """ConfigError, before training, that names what cannot be captured or filled.
@@ -120,12 +130,10 @@ class MappingState:
         that of an optimizer by ``get_optimizer_state_dict`` makes its first step.
         """
         every = self._entries()
-        asked = {n: v for n, v in every.items() if is_optimizer(v) or not is_stateful(v)}
-        plain = {n: v for n, v in asked.items() if v is self._state[n] and not is_optimizer(v)}
-        check_forms(self._state, plain)
-        found = Enumeration()
-        enumerate_entries(found, asked)
-        check_kinds(found.lazy | found.boundary)
+        asked = {n: v for n, v in every.items() if not is_stateful(v)}
+        check_forms(self._state, {n: v for n, v in asked.items() if v is self._state[n]})
+        found = Enumeration(asked, self._plain, self._before)
+        check_kinds(found.tensors.lazy | found.tensors.boundary)
         self._encoded(found)
         if not any(map(_may_train, (every[name] for name in every.keys() - asked.keys()))):
             self._require_covered(found)
@@ -146,7 +154,7 @@ class MappingState:
 
     def _captured(self, found: Enumeration) -> list[torch.Tensor]:
         left_out = (one for module in self._modules.values() for one in module.left_out.values())
-        return [*found.handles.values(), *found.inlined, *left_out]
+        return [*found.tensors.handles.values(), *found.inlined, *left_out]
 
     def _require_covered(self, found: Enumeration) -> None:
         require_covered(self._held(), self._captured(found), self._leave_out)
@@ -171,40 +179,42 @@ class MappingState:
         return set() if written is None else written.lost(self.tensors() | self.boundary_tensors())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters, optimizer tensors, plain tensors; see enumerate_entry."""
-        return self._current().lazy
+        """Parameters, optimizer tensors, plain tensors; see Enumeration."""
+        return self._current().tensors.lazy
 
     def boundary_tensors(self) -> dict[str, torch.Tensor]:
-        """Buffers and tensors of other Stateful objects; see enumerate_entry."""
-        return self._current().boundary
+        """Buffers and tensors of other Stateful objects; see Enumeration."""
+        return self._current().tensors.boundary
 
     def objects(self) -> dict[str, Any]:
         """All else, encoded, with stored tensors replaced by their names."""
         found = self._current()
         flags = {name: module.flags() for name, module in self._modules.items()}
         objects = {_NAMES: sorted(self._state), _STRUCTURES: self._encoded(found)}
-        more = {_FLAGS: flags, _PLACES: self._unusual_places(found)}
+        more = {_FLAGS: flags, _PLACES: self._unusual_places(found.tensors)}
         return {**objects, **{name: value for name, value in more.items() if value}}
 
     def _encoded(self, found: Enumeration) -> bytes:
-        columns = self._moments(found)
+        name_of = found.tensors.name_of
 
         def stored(part: Any) -> Part | None:
             # The enumeration keeps all of these alive, so no other object has one of these ids.
-            name = found.name_of.get(id(part))
-            return columns.get(id(part)) if name is None else Part(name)
+            name = name_of.get(id(part))
+            if name is not None:
+                return Part(name)
+            return part if type(part) is Part else None
 
         return encode(found.structures, stored)
 
-    def _unusual_places(self, found: Enumeration) -> dict[str, Any]:
+    def _unusual_places(self, tensors: NamedTensors) -> dict[str, Any]:
         """Places of optimizers' tensors that a load needs; looked up anew if there are others."""
-        if found.all_plain and not has_device():
+        if tensors.all_plain and not has_device():
             return {}
-        names = list(found.handles)
+        names = list(tensors.handles)
         if names != self._placed[0]:
             made: dict[str, Any] = {}
             for places in self._optimizer_places().values():
-                made |= places.exceptions(found.handles)
+                made |= places.exceptions(tensors.handles)
             self._placed = names, made
         return self._placed[1]
 
@@ -221,11 +231,11 @@ class MappingState:
 
     def wrapped(self) -> dict[str, torch.Tensor]:
         """DTensors, whose shards are stored."""
-        return self._current().wrapped
+        return self._current().tensors.wrapped
 
     def optimizer_of(self, names: Sequence[str]) -> str:
         """The first optimizer that has one of these tensors among its parameters or its state."""
-        handles = self._current().handles
+        handles = self._current().tensors.handles
         tensors = {id(handles[name]) for name in names if name in handles}
         for entry, value in self._state.items():
             if is_optimizer(value) and (
@@ -253,7 +263,7 @@ class MappingState:
 
     def logical_map(self) -> dict[str, LogicalPlace]:
         """Places of DTensors in their whole, which goes by the same name."""
-        return dtensor_places(self._current().handles).places
+        return dtensor_places(self._current().tensors.handles).places
 
     def expect_reshape(self) -> None:
         """Create the moments of optimizers; LayoutMismatchError if a DTensor has no place."""
@@ -261,7 +271,7 @@ class MappingState:
             if isinstance(value, torch.optim.Optimizer):
                 self._create_moments(name, value)
         self._found = None
-        problems = dtensor_places(self._current().handles).problems
+        problems = dtensor_places(self._current().tensors.handles).problems
         if problems:
             name, reason = min(problems.items())
             raise LayoutMismatchError(
@@ -316,7 +326,7 @@ class MappingState:
 
     def load(self, objects: dict[str, Any]) -> None:
         """Hand every object its state; raises LayoutMismatchError if names differ."""
-        handles = {**self._current().handles, **self._made(objects.get(_PLACES, {}))}
+        handles = {**self._current().tensors.handles, **self._made(objects.get(_PLACES, {}))}
         differing = sorted(set(objects[_NAMES]) ^ set(self._state))
         if differing:
             raise LayoutMismatchError(
@@ -364,16 +374,6 @@ class MappingState:
         elif target != value:
             raise LayoutMismatchError(f"cannot set {name!r}: the state mapping is read-only")
 
-    def _moments(self, found: Enumeration) -> dict[int, Part]:
-        """The states of optimizers, by ``id``, that are written by columns."""
-        columns = {}
-        for name, structure in found.structures.items():
-            if is_optimizer(self._state[name]) and isinstance(structure, Mapping):
-                moments = structure.get("state")
-                if (part := _in_columns(moments, found.name_of)) is not None:
-                    columns[id(moments)] = part
-        return columns
-
     def _current(self) -> Enumeration:
         if self._found is None:
             self.refresh()
@@ -384,23 +384,6 @@ class MappingState:
 def _may_train(value: Any) -> bool:
     """False for schedules, scalers, random states and loaders, which hold no weights."""
     return type(value).__module__.partition(".")[0] not in ("torch", "megatron_ft", "deepspeed_ext")
-
-
-def _in_columns(moments: Any, name_of: Mapping[int, str]) -> Part | None:
-    """The state of an optimizer that keeps tensors alone, in columns: there are thousands of them.
-
-    None if it keeps anything else, or has one dict for two parameters.
-    """
-    if type(moments) is not dict or not {*map(type, moments)} <= {int}:
-        return None
-    holders = list(moments.values())
-    if not {*map(type, holders)} <= {dict} or len({*map(id, holders)}) < len(holders):
-        return None
-    keys = list(chain.from_iterable(holders))
-    names = list(map(name_of.get, map(id, chain.from_iterable(map(dict.values, holders)))))
-    if None in names or not {*map(type, keys)} <= {str}:
-        return None
-    return Part((list(moments), list(map(len, holders)), keys, names))
 
 
 def _taken_from(tensors: Mapping[str, torch.Tensor]) -> Callable[[Any], Any]:

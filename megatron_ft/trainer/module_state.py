@@ -43,7 +43,7 @@ class ModuleState:
         self.left_out: dict[str, torch.Tensor] = {}
         self._begin, self._patterns = f"{name}/", tuple(leave_out)
         self._tree = ModuleTree(lambda: [module], lambda _, key: self._begin + key, every_name=True)
-        self._in_order: tuple[Any, list[str]] = None, []
+        self._in_order: tuple[Any, list[torch.Tensor]] = None, []
 
     def forget(self) -> None:
         """Let go of all tensors, until the next ``refresh``."""
@@ -121,10 +121,10 @@ class ModuleState:
 
     def flags(self) -> bytes:
         """``requires_grad`` of the parameters in the order of their names, a byte each."""
-        if self._in_order[0] is not self._tree.parameters:
-            self._in_order = self._tree.parameters, sorted(self._tree.parameters)
-        every = map(self._tree.parameters.__getitem__, self._in_order[1])
-        return bytes(map(_TRAINED, every))
+        every = self._tree.parameters
+        if self._in_order[0] is not every:
+            self._in_order = every, list(map(every.__getitem__, sorted(every)))
+        return bytes(map(_TRAINED, self._in_order[1]))
 
     def load_flags(self, flags: bytes) -> None:
         """Set what ``flags`` gave.  LayoutMismatchError if it is of another number."""

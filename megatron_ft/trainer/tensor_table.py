@@ -33,8 +33,9 @@ class Members(NamedTuple):
         """The content as of now, with ``more`` values; None if one holder is another container."""
         if not {*map(type, holders)} <= _DICTS:
             return None
-        keys = [*chain.from_iterable(holders), *map(len, holders)]
-        return cls(keys, [*chain.from_iterable(map(dict.values, holders)), *more])
+        full = list(filter(None, holders))  # most dicts of modules are empty
+        keys = [*chain.from_iterable(full), *map(len, holders)]
+        return cls(keys, [*chain.from_iterable(map(dict.values, full)), *more])
 
     def same(self, other: Members | None) -> bool:
         """True if the other has these very values under equal keys."""

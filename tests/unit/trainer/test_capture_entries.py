@@ -98,6 +98,44 @@ def test_what_an_optimizer_keeps_comes_back(name: str) -> None:
     assert same(state["optimizer"].given, state["optimizer"].state_dict())
 
 
+def regroup(groups: Kept) -> None:
+    """A parameter changes its group; the order of all stays."""
+    groups[0]["params"].append(groups[1]["params"].pop(0))
+
+
+def swap_rates(groups: Kept) -> None:
+    groups[0].update(lr=groups[0]["eps"], eps=groups[0]["lr"])
+
+
+GROUP_EDITS: dict[str, Callable[[Kept], object]] = {
+    "a rate": lambda groups: groups[1].update(lr=groups[1]["lr"] / 2),
+    "a tensor for a rate": lambda groups: groups[0].update(lr=torch.tensor(0.5)),
+    "two rates of tensors": lambda groups: groups[0].update(betas=(torch.ones(1), torch.ones(1))),
+    "two tensors swapped": swap_rates,
+    "a list filled in place": lambda groups: groups[0]["noted"].append(len(groups[0]["noted"])),
+    "a rate in a dict": lambda groups: groups[0].update(more={"rate": torch.ones(1)}),
+    "a new rate": lambda groups: groups[1].update(note="text"),
+    "another group of a parameter": regroup,
+}
+
+
+@pytest.mark.parametrize("name", GROUP_EDITS)
+def test_what_groups_hold_comes_back(name: str) -> None:
+    model = of_layers(2)["model"]
+    groups = [{"params": list(layer.parameters()), "noted": []} for layer in model]
+    groups[0].update(lr=torch.tensor(0.1), eps=torch.tensor(0.2), foreach=False)
+    state = {"optimizer": Recording(groups)}
+    step(state)
+    adapted = MappingState(state)
+    for _ in range(2):
+        adapted.refresh()
+        adapted.objects()
+        GROUP_EDITS[name](state["optimizer"].param_groups)
+    adapted.refresh()
+    adapted.load(adapted.objects())
+    assert same(state["optimizer"].given, state["optimizer"].state_dict())
+
+
 @pytest.mark.parametrize("key", [7, "text"])
 def test_what_it_keeps_of_no_parameter_and_twice_comes_back(key: Any) -> None:
     state = of_layers(2, Recording)
@@ -154,12 +192,8 @@ def calls_after_a_step(folder: Path, count: int) -> Counter[str]:
     return calls_of_save(folder, state, train)
 
 
-MOST_CALLS, MOST_C_CALLS = 2, 9
-"""For each tensor: the state is enumerated at each save, and compared with the layout."""
-
-
-def test_a_save_makes_so_many_calls_a_tensor(tmp_path: Path) -> None:
+def test_a_save_calls_nothing_for_what_stays(tmp_path: Path) -> None:
+    """Modules and optimizers are compared with those of last time in calls that loop in C."""
     few, many = (calls_after_a_step(tmp_path / str(count), count) for count in (2, 100))
-    tensors = 98 * 2 * 4
-    assert many["call"] - few["call"] <= MOST_CALLS * tensors, (few, many)
-    assert many["c_call"] - few["c_call"] <= MOST_C_CALLS * tensors, (few, many)
+    assert many["call"] - few["call"] < 98, (few, many)
+    assert many["c_call"] - few["c_call"] < 98, (few, many)

@@ -56,9 +56,6 @@ SIZE = 40_000
 MOST_CALLS, MOST_C_CALLS = 11, 12
 """Of a restore, for each tensor."""
 
-MOST_SAVE_CALLS, MOST_SAVE_C_CALLS = 5, 5
-"""Of a save, for each tensor."""
-
 
 @pytest.fixture
 def smp(tmp_path: Path) -> Iterator[FakeSmp]:
@@ -72,11 +69,11 @@ def tensors(count: int) -> dict[str, torch.Tensor]:
     return {f"w{number}": torch.full((SIZE,), float(number)) for number in range(count)}
 
 
-def test_the_training_thread_makes_so_many_calls_a_tensor(tmp_path: Path) -> None:
-    """Enumerating, and comparing with the layout: all that a save does of tensors that stay."""
+def test_a_save_calls_nothing_for_a_tensor_that_stays(tmp_path: Path) -> None:
+    """Tensors, and the layout, are compared with those of last time in calls that loop in C."""
     few, many = (calls_of_save(tmp_path / str(count), tensors(count)) for count in (4, 404))
-    assert many["call"] - few["call"] <= 400 * MOST_SAVE_CALLS, (few, many)
-    assert many["c_call"] - few["c_call"] <= 400 * MOST_SAVE_C_CALLS, (few, many)
+    assert many["call"] - few["call"] < 40, (few, many)
+    assert many["c_call"] - few["c_call"] < 40, (few, many)
     assert few["call"] < 300, few
 
 
