@@ -101,7 +101,7 @@ class LoaderPosition:
         known = {type(one).__module__.partition(".")[0] for one in samplers_of(loader)}
         self._samples_draw = not known <= {"torch", "deepspeed"} and not self.reads_ahead
         self._pace, self._given, self._ended = ReadingPace(), 0, False
-        self._spans, self._warned = False, False
+        self._spans, self._warned = False, set[str]()
 
     def _numbered(self) -> list[Any]:
         return numbered(self.loader)
@@ -152,6 +152,10 @@ class LoaderPosition:
         Clock.read = one.read_in = Clock.ended
         one.thread = threading.get_ident()
         one.trace.took(batch)
+        if one.trace.value is None and one.consumed == 1:
+            # It does not read its sampler, as some subclasses.
+            self._sampler, one.trace = "", BatchTrace()
+            one.trace.took(batch)
 
     def _over(self, one: Pass) -> None:
         self._live.remove(one)
@@ -326,9 +330,8 @@ class LoaderPosition:
         unread = ""
         if one is None and self._passes and Clock.ended > Clock.read + 1:
             unread = f"its pass is over, and no loader was read in this iteration: {ENDLESS}"
-            if not self._spans and not self._warned:
-                self._warned = True
-                logger.warning("%s: %s, if training uses its batches", self._name(), unread)
+            if not self._spans:
+                self._warn_once(f"{unread}, if training uses its batches")
         in_thread = one is not None and None not in (one.thread, Clock.thread)
         stays = workers_of(loader) and getattr(loader, "persistent_workers", False)
         found = (
@@ -370,6 +373,11 @@ class LoaderPosition:
             ),
         )
         return next((text.format(problem) for problem, text in found if problem), "")
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s: %s", self._name(), text)
 
     def _workers_are_behind(self) -> bool:
         """True if a data set has another epoch than when workers got it."""

@@ -7,7 +7,7 @@ Nearly all state lies where torch puts it: on its parameter's device, sharded li
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,38 +15,33 @@ from megatron_ft.core.errors import StateMismatchError
 from megatron_ft.trainer.optimizer_load import parameters
 
 
-class _Owner(NamedTuple):
-    """A parameter, and whether its optimizer keeps ``step`` on its device."""
-
-    parameter: Any
-    step_on_device: bool
-
-
 class StatePlaces:
     """The places of one optimizer's state; ``name`` begins the names of its tensors."""
 
     def __init__(self, name: str, optimizer: Any) -> None:
-        self._name, self._prefix = name, f"{name}/state/"
-        numbered = (
-            _Owner(parameter, bool(group.get("capturable") or group.get("fused")))
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
-        self._owners = {str(number): owner for number, owner in enumerate(numbered)}
-        self._mesh = next(
-            (p.device_mesh for p in parameters(optimizer) if hasattr(p, "device_mesh")), None
-        )
+        self._name, self._prefix = f"{name}/", f"{name}/state/"
+        # Each parameter, and whether its optimizer keeps ``step`` on its device.
+        self._owners = {
+            str(number): (parameter, bool(group.get("capturable") or group.get("fused")))
+            for number, (group, parameter) in enumerate(
+                (group, parameter)
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+            )
+        }
+        meshes = (one.device_mesh for one in parameters(optimizer) if hasattr(one, "device_mesh"))
+        self._mesh = next(meshes, None)
 
     def exceptions(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Any]]:
         """Device type and placement, by name, of tensors that lie elsewhere than usual."""
         found = {}
         for name, tensor in tensors.items():
-            if not name.startswith(f"{self._name}/"):
-                continue
-            placed, local = _placement(tensor), getattr(tensor, "_local_tensor", tensor)
-            usual = self._usual(name, local)
-            if (local.device.type, placed) != (usual[0].type, usual[1]):
-                found[name] = [local.device.type, placed]
+            if name.startswith(self._name):
+                local: Any = getattr(tensor, "_local_tensor", tensor)
+                here = [local.device.type, _placement(tensor)]
+                device, placement, _ = self._usual(name, local)
+                if here != [device.type, placement]:
+                    found[name] = here
         return found
 
     def placed(
@@ -55,33 +50,31 @@ class StatePlaces:
         """Stored tensors of this optimizer, where they lay."""
         found = {}
         for name, local in tensors.items():
-            if not name.startswith(f"{self._name}/"):
-                continue
-            device, placement = self._usual(name, local)
-            if name in exceptions:
-                kind, placement = exceptions[name]
-                device = device if device.type == kind else torch.device(kind)
-            found[name] = self._made(name, local.to(device), placement)
+            if name.startswith(self._name):
+                device, usual, owner = self._usual(name, local)
+                kind, placement = exceptions.get(name, [device.type, usual])
+                made = local.to(device if device.type == kind else torch.device(kind))
+                found[name] = (
+                    made if placement is None else self._made(name, made, placement, owner)
+                )
         return found
 
-    def _usual(self, name: str, local: torch.Tensor) -> tuple[torch.device, Any]:
+    def _usual(self, name: str, local: torch.Tensor) -> tuple[torch.device, Any, Any]:
+        """The device and placement that torch gives it, and its parameter."""
         number, _, key = name.removeprefix(self._prefix).partition("/")
-        owner = self._owners.get(number) if name.startswith(self._prefix) else None
-        if owner is None or (key == "step" and not owner.step_on_device):
-            return torch.device("cpu"), None
-        whole = getattr(owner.parameter, "_local_tensor", owner.parameter)
-        like = whole is not owner.parameter and local.dim() and local.shape == whole.shape
-        return whole.device, _placement(owner.parameter) if like else None
+        known = self._owners.get(number) if name.startswith(self._prefix) else None
+        owner, step_on_device = known or (None, False)
+        if owner is None or (key == "step" and not step_on_device):
+            return torch.device("cpu"), None, owner
+        whole = getattr(owner, "_local_tensor", owner)
+        like = whole is not owner and local.dim() and local.shape == whole.shape
+        return whole.device, _placement(owner) if like else None, owner
 
-    def _made(self, name: str, local: torch.Tensor, placement: Any) -> torch.Tensor:
-        if placement is None:
-            return local
+    def _made(self, name: str, local: torch.Tensor, placement: Any, owner: Any) -> torch.Tensor:
         from torch.distributed.tensor import DTensor
 
-        number = name.removeprefix(self._prefix).partition("/")[0]
-        owner = self._owners.get(number)
-        if owner is not None and placement == _placement(owner.parameter):
-            kinds, mesh = owner.parameter.placements, owner.parameter.device_mesh
+        if owner is not None and placement == _placement(owner):
+            kinds, mesh = owner.placements, owner.device_mesh
         else:
             kinds, mesh = _kinds(name, placement[0]), self._mesh
         shape, stride = torch.Size(placement[1]), tuple(placement[2])

@@ -39,7 +39,7 @@ class OwnPosition(LoaderPosition):
     def _open(self) -> Pass:
         one = super()._open()
         if one.own is None:
-            one.own = (copy.deepcopy(self.loader.state_dict()), 0, BatchTrace())
+            one.own = (self._asked(), 0, BatchTrace())
             one.begun["state"] = one.own[0]
         return one
 
@@ -47,9 +47,17 @@ class OwnPosition(LoaderPosition):
         # Only the loader knows how it begins the next one.
         self._last = self._replayed({**place, "over": True, "finished": True})
 
+    def _asked(self) -> Any:
+        try:
+            return copy.deepcopy(self.loader.state_dict())
+        except Exception as error:
+            # Training goes before.
+            self._warn_once(f"its state_dict raises {error!r}: its batches are counted instead")
+            return None
+
     def _next(self, one: Pass) -> Any:
         if (started := time.monotonic()) >= one.ask_at:
-            one.own = (copy.deepcopy(self.loader.state_dict()), one.consumed, BatchTrace())
+            one.own = (self._asked(), one.consumed, BatchTrace())
             ended = time.monotonic()
             one.ask_at = ended + (ended - started) / OWN_STATE_PART
         assert one.own is not None
@@ -78,7 +86,8 @@ class OwnPosition(LoaderPosition):
         }
 
     def _ways(self, place: dict[str, Any]) -> list[Callable[[], Pass | None]]:
-        return [partial(self._continued, place, *place["own"]), partial(self._counted, place)]
+        ways = [partial(self._continued, place, *place["own"]), partial(self._counted, place)]
+        return ways[place["own"][0] is None :]
 
     def _counted(self, place: dict[str, Any]) -> Pass | None:
         """From the begin of the pass."""
@@ -105,7 +114,8 @@ class OwnPosition(LoaderPosition):
 
     def _from(self, state: Any, count: int) -> Iterator[Any]:
         """The pass that begins with a state; one that is empty is that of the pass before."""
-        self.loader.load_state_dict(copy.deepcopy(state))
+        if state is not None:
+            self.loader.load_state_dict(copy.deepcopy(state))
         batches: Iterator[Any] = iter(self.loader)
         if count and (first := next(batches, END)) is not END:
             return chain((first,), batches)

@@ -33,14 +33,13 @@ class PackageState:
 
     def __init__(self, package: str) -> None:
         self._noted = [(owner, dict(_variables(owner))) for owner in _owners(package)]
-        values = (value for _, noted in self._noted for value in noted.values())
-        self._defaults = [(found, copy.copy(found)) for value in values for found in _kept(value)]
-        self._contents = [
-            (isinstance(owner, type), value, copy.copy(value))
-            for owner, noted in self._noted
-            for value in noted.values()
-            if type(value) in (list, set, deque) or isinstance(value, dict)
-        ]
+        # Whether a container is a class's; None if it is a default, which is restored whole.
+        self._contents: list[tuple[bool | None, Any, Any]] = []
+        for owner, noted in self._noted:
+            for value in noted.values():
+                self._contents += [(None, one, copy.copy(one)) for one in _kept(value)]
+                if type(value) in (list, set, deque) or isinstance(value, dict):
+                    self._contents.append((isinstance(owner, type), value, copy.copy(value)))
 
     def restore(self) -> None:
         """Bind them to the same objects again, and forget what functions have cached."""
@@ -53,10 +52,11 @@ class PackageState:
                 for function in (value, *_wrapped(value)):
                     if hasattr(function, "cache_clear") and _is_written(function, "cache_clear"):
                         function.cache_clear()
-        for default, content in self._defaults:
-            refill(default, content)
         for of_class, container, content in self._contents:
-            _put_back(container, content, of_class)
+            if of_class is None:
+                refill(container, content)
+            else:
+                _put_back(container, content, of_class)
 
 
 def _put_back(container: Any, before: Any, of_class: bool) -> None:

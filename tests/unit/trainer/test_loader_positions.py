@@ -250,6 +250,13 @@ def collating(generator: Any) -> Callable[[list[int]], list[float]]:
     return collate
 
 
+class ReadsBackwards(DataLoader[Any]):
+    """Never asks its sampler."""
+
+    def _get_iterator(self) -> Any:
+        return iter([torch.tensor([one]) for one in reversed(DATA[:PER_PASS])])
+
+
 def by(make: Callable[[], Any], **options: Any) -> Callable[..., Any]:
     return lambda **more: DataLoader(DATA, BATCH, sampler=make(), **options, **more)
 
@@ -281,6 +288,7 @@ LOADERS: dict[str, Callable[..., Any]] = {
         DATA, BATCH, collate_fn=functools.partial(collating(random.Random(1))), **o
     ),
     "shuffled by the process": lambda **o: DataLoader(DATA, BATCH, shuffle=True, **o),
+    "a sampler that is not read": lambda **o: ReadsBackwards(DATA, BATCH, shuffle=True, **o),
     "drop last": by(lambda: Shuffled(random.Random(0)), drop_last=True),
 }
 STREAMS: dict[str, Callable[..., Any]] = {

@@ -90,7 +90,16 @@ class Live(Own):
         return vars(self)
 
 
-RIGHT, WRONG = (Own, Live), (Stands, Late, Early, Ignores)
+class Raises(Own):
+    """It knows no position in the middle of a pass."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if 0 < self.at < PER_PASS:
+            raise RuntimeError("no position here")
+        return super().state_dict()
+
+
+RIGHT, WRONG = (Own, Live), (Stands, Late, Early, Ignores, Raises)
 
 
 @pytest.mark.parametrize("often", [True, False])
