@@ -299,18 +299,20 @@ class LoaderPosition:
             "now": self._own.now(),
             "pace": self._pace.state_dict(),
             "size": self._size(),
+            "sampler": self._sampler,
             "first_epochs": self._first_epochs,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See ResumableLoader; LayoutMismatchError if ranks of another number cannot share it."""
-        if "trace" not in state:
+        if "sampler" not in state:
             raise LayoutMismatchError(f"{self._name()} was written by another release")
         if SHARED_ANEW in state:
             state = self._shared_anew(state, *state[SHARED_ANEW])
         self._pace.load_state_dict(state["pace"])
         self._given, self._first_epochs = 0, state["first_epochs"]
         self._pending = {**state}
+        self._sampler = self._sampler if state["sampler"] else ""
         if state["consumed"] is None:
             self._epochs.set(state["begun"]["epochs"])
             self._own.set(state["begun"]["own"], between=True)
