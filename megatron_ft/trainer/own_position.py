@@ -86,6 +86,7 @@ class OwnPosition(LoaderPosition):
         }
 
     def _ways(self, place: dict[str, Any]) -> list[Callable[[], Pass | None]]:
+        ways: list[Callable[[], Pass | None]]
         ways = [partial(self._continued, place, *place["own"]), partial(self._counted, place)]
         return ways[place["own"][0] is None :]
 
