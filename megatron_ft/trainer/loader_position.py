@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, product
+from itertools import product
 from typing import Any
 
 from torch.utils.data import DistributedSampler
@@ -29,6 +29,7 @@ from megatron_ft.trainer.loader_trace import (
     BatchTrace,
     SharedDraws,
     TracedSampler,
+    first,
     tracing,
     workers_of,
 )
@@ -250,7 +251,7 @@ class LoaderPosition:
         trace = self._trace(consumed - reads)
         with self._tracing(trace, place, reads > 0 or not self.reads_ahead):
             batches = iter(self.loader)
-            for batch in islice(batches, reads):
+            for batch in first(batches, reads):
                 trace.took(batch)
         if skips and consumed and isinstance(trace, TracedSampler):
             # As before: torch draws a seed for workers, and then the sampler its order.

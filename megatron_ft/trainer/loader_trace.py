@@ -26,6 +26,14 @@ END = object()
 """Stands for the item behind the last one."""
 
 
+def first(batches: Iterator[Any], count: int) -> Iterator[Any]:
+    """So many batches; islice would call iter(), with which DeepSpeed's loader begins anew."""
+    for _ in range(count):
+        if (batch := next(batches, END)) is END:
+            return
+        yield batch
+
+
 class SharedDraws:
     """Reads an iterator, and finds out if its order depends on other draws of the process.
 

@@ -10,11 +10,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 from megatron_ft.trainer.loader_position import LoaderPosition, Pass
-from megatron_ft.trainer.loader_trace import END, BatchTrace
+from megatron_ft.trainer.loader_trace import END, BatchTrace, first
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class OwnPosition(LoaderPosition):
         """By a position of its own, and the batches that were used behind it."""
         count, trace = place["consumed"] - since, BatchTrace()
         batches = self._from(own, count)
-        for batch in islice(batches, count):
+        for batch in first(batches, count):
             trace.took(batch)
         ends = place["over"] and place["finished"]
         if trace.value != right or (ends and next(batches, END) is not END):
@@ -118,6 +118,6 @@ class OwnPosition(LoaderPosition):
         if state is not None:
             self.loader.load_state_dict(copy.deepcopy(state))
         batches: Iterator[Any] = iter(self.loader)
-        if count and (first := next(batches, END)) is not END:
-            return chain((first,), batches)
+        if count and (begun := next(batches, END)) is not END:
+            return chain((begun,), batches)
         return iter(self.loader) if count else batches

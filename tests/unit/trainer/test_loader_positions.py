@@ -19,11 +19,14 @@ from torch.utils.data import (  # noqa: E402
     Dataset,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     Sampler,
     WeightedRandomSampler,
 )
 
 from megatron_ft.core.errors import LayoutMismatchError  # noqa: E402
+from megatron_ft.trainer import resumable_loader  # noqa: E402
+from megatron_ft.trainer.loader_position import LoaderPosition  # noqa: E402
 from tests.support.loader_runs import (  # noqa: E402
     Run,
     continued,
@@ -328,6 +331,33 @@ def test_workers_that_persist_are_made_anew_between_passes() -> None:
     )
     expected = uninterrupted(make, 4, whole_passes)
     assert continued(make, 1, 1, whole_passes, stops=3) == expected
+
+
+class OwnIterator:
+    """As DeepSpeed's loader: ``iter`` gives the loader itself, at its begin."""
+
+    def __init__(self) -> None:
+        self.data_sampler = RandomSampler(DATA)
+
+    def __iter__(self) -> Any:
+        self.batches = iter(DataLoader(DATA, BATCH, sampler=self.data_sampler))
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.batches)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("sampler", ["data_sampler", ""])
+def test_a_loader_that_is_its_own_iterator_begins_once(
+    sampler: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def position_of(loader: Any) -> LoaderPosition:
+        return LoaderPosition(loader, sampler=sampler, items=BATCH)
+
+    monkeypatch.setattr(resumable_loader, "position_of", position_of)
+    stop = PLACES[place]
+    assert continued(OwnIterator, stop, 7) == uninterrupted(OwnIterator, stop + 7)
 
 
 @pytest.mark.parametrize("stop", [3, 6, 8, 12])
