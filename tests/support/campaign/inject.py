@@ -23,7 +23,7 @@ from tests.support.frozen_disk import FrozenDisk, stuck
 START_SECONDS = 10.0
 """So long trainers are given to be started again, before the fault strikes all the same."""
 
-DRAIN_SECONDS = 15.0
+DRAIN_SECONDS = 30.0
 """So long a drain is waited for, which is to be killed or to hang."""
 
 KEPT_AWAY = 0.15
@@ -209,11 +209,21 @@ class CampaignInjector(Injector):
         text.replace(self.stop)
 
     async def _cut_drain(self, fault: DrawnFault) -> None:
-        """Kill the next drain half way."""
-        await self._expect(lambda: bool(self.pids("drain")))
-        await asyncio.sleep(random.Random(fault.seed).uniform(0.0, 0.3))
-        self._kill("drain", "")
-        self.drains = self.quiet
+        """Kill the next drain half way: in one of its steps, each of which has its processes."""
+        count, seen = random.Random(fault.seed).randint(1, self.job.nodes + 1), set[int]()
+
+        def struck() -> bool:
+            now = self.pids("drain")
+            seen.update(now)
+            if due := bool(now) and len(seen) >= count:
+                send(now, signal.SIGKILL)
+            return due
+
+        if await self._expect(struck):
+            self._record(f"process {count} of a drain killed, or one after it", away=False)
+            self.drains = self.quiet
+        else:
+            self._record("no drain to kill", away=False)
 
     async def _hang_disk(self) -> None:
         """Trainers start anew while a drain hangs in the kernel, where no signal reaches it."""
@@ -222,19 +232,22 @@ class CampaignInjector(Injector):
             return
         self.disk.freeze()
         try:
-            await self._expect(lambda: bool(stuck(self.job.name)))
-            self._record(f"{len(stuck(self.job.name))} drains hang on a frozen disk", away=False)
+            hangs = await self._expect(lambda: bool(stuck(self.job.name)))
+            self._record(f"a frozen disk, a drain hangs: {hangs}", away=False)
             self._kill("trainers", "")
             await until(self._trains_again, self._limit, lambda: f"training; {self.missing()}")
         finally:
             self.disk.thaw()
         self.drains = self.quiet = time.monotonic()
 
-    async def _expect(self, condition: Callable[[], bool]) -> None:
+    async def _expect(self, condition: Callable[[], bool]) -> bool:
         """Wait for a drain's process, in vain where the job has other things to do."""
         deadline = time.monotonic() + DRAIN_SECONDS
-        while not condition() and time.monotonic() < deadline and self.follower.process.alive():
+        while not (holds := condition()) and time.monotonic() < deadline:
+            if not self.follower.process.alive():
+                break
             await asyncio.sleep(0.01)
+        return holds
 
     def _trains_again(self) -> bool:
         self.follower.read()
