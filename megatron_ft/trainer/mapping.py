@@ -313,7 +313,9 @@ class MappingState:
             owner, module = self._state.get(begin), self._modules.get(begin)
             fixed = module.is_stock if module else isinstance(owner, torch.Tensor)
             if owner is None or fixed:
-                raise LayoutMismatchError(
+                # Of DTensors another layout may give a rank others.
+                error = LayoutMismatchError if self.wrapped() else StateMismatchError
+                raise error(
                     f"the snapshot holds {name}, the state to load into has no such tensor; "
                     "build the same model before you load, and all that the run had added by then"
                 )

@@ -8,13 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ft.core.errors import ControlPlaneError, LayoutMismatchError
+from megatron_ft.core.errors import ControlPlaneError, LayoutMismatchError, StateMismatchError
 from megatron_ft.trainer.manager import SnapshotManager
 from megatron_ft.trainer.mapping import MappingState
 from megatron_ft.trainer.plan import plan_state
 from megatron_ft.trainer.sample import Sampler
 from megatron_ft.trainer.state import RngState
-from tests.support.captures import WAIT, FakeSmp, GatedCopier, bits, capture, make_manager
+from tests.support.captures import (
+    WAIT,
+    FakeSmp,
+    GatedCopier,
+    bits,
+    capture,
+    make_manager,
+    saved,
+)
 
 CHANGE = 4
 """The iteration in which each program's state changes."""
@@ -469,3 +477,11 @@ def test_a_sample_does_not_look_behind_the_end_of_a_tensor() -> None:
     for _ in range(20):
         sampler.draw({"moment": shorter})
     assert shorter.untyped_storage().nbytes() == 12 and shorter.data_ptr() == address
+
+
+def test_a_buffer_that_forward_made_is_named_and_no_other_layout_is_blamed(smp: FakeSmp) -> None:
+    model = torch.nn.Linear(8, 8)
+    model.register_buffer("seen", torch.ones(3))
+    saved(smp, {"model": model})
+    with pytest.raises(StateMismatchError, match=r"holds model/seen.* before you load"):
+        make_manager(smp).load(into={"model": torch.nn.Linear(8, 8)})
