@@ -56,6 +56,7 @@ def _load_as_given(self: Any, state_dict: Mapping[str, Any]) -> None:
         changed = before(self, content)
         content = content if changed is None else changed
     owners = _owners(self.param_groups, content[GROUPS])
+    _require_same_class(self, content[GROUPS])
     for group, values in zip(self.param_groups, content[GROUPS], strict=True):
         kept = {name: group[name] for name in ("params", "param_names") if name in group}
         loaded = {name: value for name, value in values.items() if name != "params"}
@@ -81,6 +82,23 @@ def _owners(groups: list[dict[str, Any]], stored: list[dict[str, Any]]) -> dict[
         )
     numbers = chain.from_iterable(group["params"] for group in stored)
     return dict(zip(numbers, chain.from_iterable(group["params"] for group in groups), strict=True))
+
+
+def _require_same_class(optimizer: Any, stored: list[dict[str, Any]]) -> None:
+    """StateMismatchError if groups lack what this class reads, and have what it does not know.
+
+    One of the two alone may be a new release of the class, or the program's own value.
+    """
+    for group, values in zip(optimizer.param_groups, stored, strict=True):
+        lacks = getattr(optimizer, "defaults", {}).keys() - values.keys()
+        more = values.keys() - group.keys() - {"initial_lr"}
+        if lacks and more:
+            raise StateMismatchError(
+                f"the optimizer is {type(optimizer).__name__}, which reads "
+                f"{', '.join(sorted(lacks))}; that of the snapshot had "
+                f"{', '.join(sorted(more))} and is of another class. "
+                "An optimizer that the run had replaced by then must be so before `load`"
+            )
 
 
 def _copied(kept: Any) -> Any:

@@ -485,3 +485,12 @@ def test_a_buffer_that_forward_made_is_named_and_no_other_layout_is_blamed(smp: 
     saved(smp, {"model": model})
     with pytest.raises(StateMismatchError, match=r"holds model/seen.* before you load"):
         make_manager(smp).load(into={"model": torch.nn.Linear(8, 8)})
+
+
+def test_an_optimizer_of_another_class_is_refused_before_it_steps(smp: FakeSmp) -> None:
+    model = torch.nn.Linear(8, 8)
+    saved(smp, {"model": model, "optimizer": torch.optim.SGD(model.parameters(), momentum=0.9)})
+    fresh: dict[str, Any] = {"model": torch.nn.Linear(8, 8)}
+    fresh["optimizer"] = torch.optim.AdamW(fresh["model"].parameters())
+    with pytest.raises(StateMismatchError, match="is AdamW, which reads .*betas.*momentum"):
+        make_manager(smp).load(into=fresh)
