@@ -22,8 +22,8 @@ SNAIL = 0.002
 
 
 def committed(job: Job) -> int:
-    newest = job.supervisor.coordinator.committed
-    return -1 if newest is None else newest[1]
+    newest = job.supervisor.coordinator.standing.committed
+    return -1 if newest is None else newest.iteration
 
 
 def test_a_trainer_killed_during_a_slow_drain_loses_no_more_than_at_other_times(
