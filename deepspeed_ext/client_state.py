@@ -52,6 +52,12 @@ def set_client_state(engine: Any, provider: Provider) -> None:
     vars(engine)[_PROVIDER] = provider
 
 
+def provider_of(engine: Any) -> Provider | None:
+    """What ``set_client_state`` was given for this engine."""
+    found: Provider | None = vars(engine).get(_PROVIDER)
+    return found
+
+
 class ClientState:
     """The part of a snapshot that holds it, and that says whether a snapshot may serve the script.
 
@@ -74,7 +80,7 @@ class ClientState:
     @property
     def needs_load(self) -> bool:
         """True if the script gets something back from ``load_checkpoint`` that it has to set."""
-        return bool(self._declared or self._provider)
+        return bool(self._declared or provider_of(self._engine))
 
     def refuse(self, reason: str) -> None:
         """Let no snapshot from now on serve, for the reason that an adapter gives."""
@@ -84,7 +90,7 @@ class ClientState:
         """The script gave this to ``save_checkpoint`` at the engine's current step."""
         self._entries, self._given_at = dict(client_state or {}), self._engine.global_steps
         names = self._unexplained(self._entries)
-        if not names or self._provider or self._warned or self._engine.global_rank:
+        if not names or provider_of(self._engine) or self._warned or self._engine.global_rank:
             return
         self._warned = True
         logger.warning(
@@ -101,7 +107,7 @@ class ClientState:
 
     def state_dict(self) -> dict[str, Any]:
         """The entries, the step at which they were given (None: never), and the current one."""
-        provider, step = self._provider, self._engine.global_steps
+        provider, step = provider_of(self._engine), self._engine.global_steps
         if provider is not None:
             self._entries, self._given_at = dict(provider()), step
         return {
@@ -123,8 +129,8 @@ class ClientState:
         ``objects`` are those of the snapshot that would be restored; without them it is said for
         the snapshots to come.
         """
-        state: dict[str, Any] = {"given_at": None, "provided": self._provider is not None}
-        state["refused"] = self._refused
+        provided = provider_of(self._engine) is not None
+        state: dict[str, Any] = {"given_at": None, "provided": provided, "refused": self._refused}
         if objects is not None:
             state = objects.get(NAME) or {"given_at": None}
         if state.get("refused"):
@@ -167,11 +173,6 @@ class ClientState:
                 entries[name] = getattr(self._engine, counter)
         entries.setdefault("global_samples", self._engine.global_samples)
         return RestoredClientState(entries)
-
-    @property
-    def _provider(self) -> Provider | None:
-        provider: Provider | None = vars(self._engine).get(_PROVIDER)
-        return provider
 
     def _unexplained(self, entries: Mapping[str, Any]) -> list[str]:
         """Entries that cannot be told for another step."""

@@ -130,6 +130,7 @@ class EngineState:
         """Objects with training state in this process that the engine does not know."""
         wrapper = self._engine.optimizer
         known = {"inner": self._view.inner, "wrapper": wrapper, "parts": self._parts}
+        known["client"] = client_state.provider_of(self._engine)
         known |= {name: getattr(self._engine, name, None) for name in state_parts.STATEFUL}
         found = uncaptured(known, [tensor for _, tensor in self._held()], _READERS)
         return Lost(found, _BESIDE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Mapping
-from types import ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -123,11 +123,23 @@ def _inside(one: Any) -> Iterable[Any]:
     if isinstance(one, Mapping | list | tuple | set):
         inner = one.values() if isinstance(one, Mapping) else one
         return list(inner) if len(one) <= _LONGEST else ()
+    if isinstance(one, FunctionType):
+        # A function that gives a state reaches what its code names.
+        names = (one.__globals__.get(name) for name in one.__code__.co_names)
+        cells = filter(None, map(_content, one.__closure__ or ()))
+        return [*names, *cells]
     held = getattr(one, "__dict__", None)
     attributes = held.values() if isinstance(held, dict) else ()
     # A schedule knows its optimizer, and saves nothing of it.
     rest = [a for a in attributes if not isinstance(one, LRScheduler) or isinstance(a, list)]
-    return [*rest, getattr(one, "__self__", None)]
+    return [*rest, getattr(one, "__self__", None), getattr(one, "__func__", None)]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # of a variable that has no value yet
+        return None
 
 
 def tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:

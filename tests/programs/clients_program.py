@@ -91,12 +91,15 @@ class Unsized(torch.utils.data.IterableDataset[Any]):
 
 
 class Counted(list[Any]):
-    """Samples that count how often they are read."""
+    """Samples that count how often they are read in this process.
+
+    Not in an attribute of the instance: a restart continues such counters of a data set.
+    """
 
     reads = 0
 
     def __getitem__(self, index: Any) -> Any:
-        self.reads += 1
+        Counted.reads += 1
         return super().__getitem__(index)
 
 
@@ -282,7 +285,7 @@ def accelerator_in_memory(told: dict[str, Any], folder: Path) -> dict[str, Any]:
                 memory.close(finished=True)
                 if by_engine:
                     model.destroy()
-                return {**seen, "reads": getattr(data, "reads", 0)}
+                return {**seen, "reads": Counted.reads}
     raise AssertionError("too few passes")
 
 

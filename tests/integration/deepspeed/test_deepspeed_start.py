@@ -462,7 +462,7 @@ def test_an_engine_without_the_section_is_left_alone(deepspeed_server: Any, tmp_
         ),
         (
             {"section": {**ON, "slots": 2.0}},
-            "ConfigError: the DeepSpeed config: inmem_snapshot.slots is 2.0; give 2 or 3",
+            "ConfigError: the DeepSpeed config: inmem_snapshot.slots is 2.0; give 2, 3 or auto",
         ),
         (
             {"section": ON, "model": "with_8_bits"},

@@ -31,7 +31,7 @@ KNOWN = {
     "ShardSlots": "shard_id slots changes pins promise made",
     "SnapshotCycle": "incarnation places nodes stripes schedule _orders phase snapshot iteration "
     "level _waiting _writing _encoders _world _broken _corrupt _last "
-    "_sequence _again _passed_since _stuck stay judge _replicas",
+    "_sequence _again _passed_since _stuck stay _judge _replicas",
     "Schedule": "interval fixed first lead _before _spent _reached _refused _commits_in_a_row debt "
     "numbering",
 }
@@ -43,7 +43,7 @@ _writing says when it is worth while to ask for a permit, and the model asks at 
 debt counts late iterations, of which the model's trainers report none; they number by one;
 made waits for memory, which the model always has;
 stay holds trainers only, and a trainer of the model may take no step at any time;
-judge and _replicas compare replicas, of which the model's trainers report none.
+_judge and _replicas compare replicas, of which the model's trainers report none.
 """
 
 

@@ -32,10 +32,13 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.service import SmpService
 from megatron_ft.smp.store import SOURCE_SUFFIX, SUFFIX
+from megatron_ft.supervisor.damage import DamagedShards
+from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.orders import create_requests
 from megatron_ft.supervisor.recovery import Recovery, RestorePlan
 from megatron_ft.supervisor.slot_choice import SlotChoice
+from megatron_ft.supervisor.standing import Standing
 from tests.protocol.model.judge import Violation
 from tests.protocol.model.memory import root_of
 from tests.support.arena_samples import make_record
@@ -275,10 +278,11 @@ def choose(job: Job, inventories: dict[str, m.Inventory]) -> tuple[Decision, m.S
     members.places, members._holders = lambda: seats, set
     members.owned = partial(Membership.owned, members)
     members.owned_sources = partial(Membership.owned_sources, members)
-    spec = SimpleNamespace(name="job", settings=SimpleNamespace(slots=2))
-    doubts = SimpleNamespace(damaged=(), quarantine=NOTHING_REJECTED)
+    spec = SimpleNamespace(name="job", settings=SimpleNamespace(fixed_slots=2))
+    doubts = SimpleNamespace(quarantine=NOTHING_REJECTED)
     me: Any = SimpleNamespace(_state=members._state, _members=members, _spec=spec)
     me._quarantine = doubts
+    me._coordinator = SimpleNamespace(standing=Standing(DamagedShards(Observers())))
     me.memory = partial(Recovery.memory, me)
     me.memory_of_sources = partial(Recovery.memory_of_sources, me)
     return Recovery._from_memory(me, inventories)

@@ -22,6 +22,7 @@ from megatron_ft.config.flags import read_command
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace, plan_stripes
 from megatron_ft.megatron.fewer_ranks import arguments_of, refusals, rule_of
+from megatron_ft.supervisor.slot_choice import USUAL
 from tests.support.warm_host import WarmHost
 
 FOLDER = Path(__file__).parents[3] / "configs" / "megatron"
@@ -237,7 +238,7 @@ def test_size_and_memory_are_as_the_file_says(name: str, parsed: dict[str, dict[
     launch = source(name)
     settings = settle({}, launch.flags, {})
     scheme = Scheme.parse(settings.protect)
-    assert (nodes, slots) == (launch.nodes, settings.slots)
+    assert (nodes, slots) == (launch.nodes, settings.fixed_slots or USUAL)
     assert (data, parity) == (scheme.data_members, scheme.parity_members)
     assert abs(said / count - 1) < 0.001
     assert abs(12 * count / nodes * slots * (1 + parity / data) / 2**30 - gib) < 0.1

@@ -17,6 +17,7 @@ from megatron_ft import ResumableLoader, RngState
 from megatron_ft.trainer import notices
 from megatron_ft.trainer.mapping import MappingState
 from megatron_ft.trainer.resumable_loader import registered
+from megatron_ft.trainer.uncaptured import uncaptured
 from tests.support.captures import FakeSmp, make_manager
 
 State = dict[str, Any]
@@ -93,6 +94,22 @@ def without(state: State, name: str) -> State:
 def test_what_the_mapping_holds_is_not_named() -> None:
     state = training()
     assert beside(state) == []
+
+
+KEPT: list[Any] = []
+
+
+def test_what_a_function_that_gives_state_names_is_not_named() -> None:
+    """Through its closure, through globals of its module, and as a method."""
+    state = training()
+    schedule = state["schedule"]
+    KEPT[:] = [torch.optim.lr_scheduler.StepLR(state["optimizer"], 2)]
+    state["closure"] = lambda: schedule.state_dict()
+    state["module"] = lambda: KEPT[0].state_dict()
+    del state["schedule"]
+    found = uncaptured(state, list(state["model"].parameters()))
+    KEPT.clear()
+    assert [name for name in found if "StepLR" in name] == []
 
 
 @pytest.mark.parametrize(
