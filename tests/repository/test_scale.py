@@ -53,7 +53,7 @@ def test_the_model_knows_what_a_member_sends(protect: str) -> None:
         assert isinstance(found, int) and abs(found - encoder_bytes(shape)) < 0.01 * found
 
 
-@pytest.mark.slow
+@pytest.mark.all_layouts
 def test_the_model_agrees_with_a_job_that_runs_now() -> None:
     (counted,) = count_all((2,), "xor:2")
     require_model_of(counted)

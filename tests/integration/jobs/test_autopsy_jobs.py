@@ -140,6 +140,7 @@ def small_cgroup() -> Iterator[Path]:
     folder.rmdir()
 
 
+@pytest.mark.all_layouts
 def test_the_oom_killer_is_told_from_a_kill(new: Callable[..., Job], small_cgroup: Path) -> None:
     # A busy machine takes longer to fill the memory than a hang may last.
     job = new("1:memory:8:1", "2:killed:16:2", hang_seconds=60.0)

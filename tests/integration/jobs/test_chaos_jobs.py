@@ -47,7 +47,7 @@ def run(text: str, settings: ChaosSettings, oracle: dict[int, Lines]) -> CaseOut
 @pytest.mark.parametrize(
     ("case", "result"),
     [
-        ("encode.half:encoder:kill:1", "parity"),
+        pytest.param("encode.half:encoder:kill:1", "parity", marks=pytest.mark.all_layouts),
         ("restore.half:trainer:kill:1", "parity"),
         ("commit.between:supervisor:kill:0", "own memory"),
         pytest.param("drain.manifest:drain:kill:0", "continued", marks=pytest.mark.all_layouts),

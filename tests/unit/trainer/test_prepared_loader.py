@@ -46,7 +46,7 @@ def test_the_samples_are_those_of_a_run_without_stop(kind: str, configured: str,
     check(kind, configured, stop)
 
 
-@pytest.mark.parametrize("stop", [PER_PASS, 8])
+@pytest.mark.parametrize("stop", [PER_PASS, pytest.param(8, marks=pytest.mark.all_layouts)])
 def test_so_they_are_with_workers_that_persist(stop: int) -> None:
     check("drop last", "plain", stop, num_workers=1, persistent_workers=True)
     check("shuffled by the process", "plain", stop, num_workers=1, persistent_workers=True)
