@@ -19,19 +19,25 @@ MOST_CARRIERS = 6
 ENDLESS = "write a function instead that loops `while True: yield from loader`"
 
 
-def in_cycle(iterators: Iterable[Any]) -> bool:
-    """True if ``itertools.cycle`` reads one of these, itself or through other iterators.
+LIMITED = (
+    "a pass continues behind batch {}, and itertools.islice counts its limit anew: compute the "
+    "limit from the number of the iteration"
+)
+
+
+def readers(iterators: Iterable[Any]) -> set[type]:
+    """Classes of the iterators that read these, themselves or through others.
 
     Looks at all objects of the process, once or twice.
     """
+    kinds = set[type]()
     found = [one for one in iterators if one is not None]
     for _ in range(MOST_CARRIERS):
         if not found:
-            return False
+            break
         found = [one for one in gc.get_referrers(*found) if isinstance(one, _CARRIERS)]
-        if any(isinstance(one, itertools.cycle) for one in found):
-            return True
-    return False
+        kinds.update(map(type, found))
+    return kinds
 
 
 class ReadingPace:

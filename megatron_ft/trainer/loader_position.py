@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import cycle, islice, product
 from typing import Any
 
 from torch.utils.data import DistributedSampler
 
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
 from megatron_ft.trainer.loader_epochs import EpochNumbers
-from megatron_ft.trainer.loader_habits import ENDLESS, ReadingPace, in_cycle
+from megatron_ft.trainer.loader_habits import ENDLESS, LIMITED, ReadingPace, readers
 from megatron_ft.trainer.loader_order import READERS, OwnState, numbered, samplers_of
 from megatron_ft.trainer.loader_trace import (
     END,
@@ -328,8 +328,12 @@ class LoaderPosition:
         """The reason why no count can say what training has used, '' if there is none."""
         one, loader, ahead = self._at, self.loader, self._pace.ahead
         if Clock.ended and self._iterators:
-            self._in_cycle |= in_cycle(self._iterators)
+            kinds = readers(self._iterators)
             self._iterators.clear()
+            self._in_cycle |= cycle in kinds
+            place = None if one is None else one.place
+            if islice in kinds and place is not None and place["consumed"]:
+                self._warn_once(LIMITED.format(place["consumed"]))
         unread = ""
         if one is None and self._passes and Clock.ended > Clock.read + 1:
             unread = f"its pass is over, and no loader was read in this iteration: {ENDLESS}"

@@ -81,6 +81,24 @@ def test_batches_that_are_read_at_once_are_warned_of(caplog: pytest.LogCaptureFi
     assert "its pass is over, and no loader was read" in caplog.text
 
 
+def limited(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from map(seen, itertools.islice(loader, 4))
+
+
+def test_a_limit_that_counts_anew_is_warned_of_at_the_restart(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = Run(shuffled, limited)
+    run.train(2)
+    snapshot = run.snapshot()
+    assert "counts its limit anew" not in caplog.text, "it is right in the first process"
+    again = Run(shuffled, limited, seed=2).restored(snapshot)
+    again.train(1)
+    again.snapshot()
+    assert "continues behind batch 2, and itertools.islice counts its limit anew" in caplog.text
+
+
 def endless_with_names(loader: Any) -> Iterator[Any]:
     for epoch in itertools.count():
         yield from zip(itertools.repeat(epoch - epoch), loader)  # noqa: B905
