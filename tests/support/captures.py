@@ -266,4 +266,11 @@ def capture(smp: FakeSmp, manager: Any, state: Any, iteration: int = 1, slot: in
     smp.grant(iteration, slot)
     ticket = manager.save(iteration, state)
     smp.wait_ended()
+    wait_finished(manager)
     return ticket
+
+
+def wait_finished(manager: Any) -> None:
+    """Wait until the copy thread has let go of its capture: the SMP hears of its end before."""
+    run = manager._capture._run
+    assert run is None or run.finished.wait(WAIT), f"no end of a capture in {WAIT:g} s"

@@ -22,6 +22,7 @@ from tests.support.captures import (
     capture,
     make_manager,
     saved,
+    wait_finished,
 )
 
 CHANGE = 4
@@ -216,6 +217,7 @@ def train(
 
 def go(smp: FakeSmp, manager: SnapshotManager, state: Any, iteration: int) -> None:
     """Come to the boundary at which the rank leaves its arena, and to the one when it has."""
+    wait_finished(manager)
     manager.save(iteration, state)
     mover = manager._capture._arena._mover
     assert mover is not None
