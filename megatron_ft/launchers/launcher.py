@@ -181,6 +181,10 @@ class Launcher(ABC):
         """True if a failure with this text is the scheduler's, which starts what it can later."""
         return False
 
+    def is_over(self, text: str) -> bool:
+        """True if a failure with this text says that the job's nodes are its own no more."""
+        return False
+
     def _marked(self, node: str, env: Mapping[str, str]) -> dict[str, str]:
         marks = {JOB: self.job, NODE: node, NODE_DIR: str(self.node_dir(node))}
         return {INCARNATION: "0", **env, **marks}

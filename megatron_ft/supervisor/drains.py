@@ -273,15 +273,15 @@ class Drains:
         snapshot, self._last, level = committed
         return self._plan(snapshot, self._last, level, settings.drain_export_dir)
 
-    def _note_end(self, begun: float, *, good: bool) -> None:
+    def _note_end(self, begun: float, reason: str) -> None:
         """Note how a drain has ended.  What is urgent stays due until one is complete."""
         since = self._urgent_since
-        if good:
+        if not reason:
             self._failures_in_row, self._not_before = 0, 0.0
             self._urgent_since = None if since is not None and since <= begun else since
             return
         self._failures_in_row += 1
-        self._last_tries -= 1
+        self._last_tries = 0 if self._launcher.is_over(reason) else self._last_tries - 1
         if since is not None:
             pause = RETRY_SECONDS * 2 ** min(self._failures_in_row - 1, 10)
             self._last, self._not_before = -1, time.monotonic() + min(pause, LONGEST_RETRY_SECONDS)
@@ -317,7 +317,7 @@ class Drains:
         cost = self._cost()
         # Not when cancelled: the next incarnation voids it, and must not wait for us.
         await self._coordinator.release(nodes)
-        self._note_end(started, good=not reason)
+        self._note_end(started, reason)
         if reason:
             await self._after_failure(plan, nodes[0], reason)
             return

@@ -224,6 +224,11 @@ def is_away(text: str) -> bool:
     return _AWAY.search(text) is not None
 
 
+def is_over(text: str) -> bool:
+    """True if a message of Slurm says that the job has ended: no process can be started.  Pure."""
+    return re.search(_OF_SLURM + r".*(?:has expired|Invalid job id)", text) is not None
+
+
 class _Answer(NamedTuple):
     """The output of a command of Slurm's, None if it failed; ``problem`` says how."""
 

@@ -30,7 +30,7 @@ from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.launchers.launcher_env import STEP_PLACES, outside_of_steps
 from megatron_ft.launchers.mpirun import MpiLauncher, daemons_by
 from megatron_ft.launchers.process import LocalProcess, open_session
-from megatron_ft.launchers.slurm.allocation import Allocation, is_away
+from megatron_ft.launchers.slurm.allocation import Allocation, is_away, is_over
 from megatron_ft.launchers.world import IN_FOLDER, Spread, WorldProcess
 
 SRUN = "MEGATRON_FT_SRUN"
@@ -217,6 +217,10 @@ class SlurmLauncher(Launcher):
     def is_away(self, text: str) -> bool:
         """True for what Slurm's own commands say while its controller is away; see Launcher."""
         return is_away(text)
+
+    def is_over(self, text: str) -> bool:
+        """True for what srun says once the Slurm job was cancelled; see Launcher."""
+        return is_over(text)
 
     def leaving(self) -> dict[str, str] | None:
         """The nodes that Slurm drains, as an administrator has asked; see Launcher."""

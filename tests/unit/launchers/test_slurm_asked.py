@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ft.core.errors import MissingEnvironmentError, SchedulerAwayError
 from megatron_ft.launchers.slurm import allocation
-from megatron_ft.launchers.slurm.allocation import Allocation, asks_no_kill, is_away
+from megatron_ft.launchers.slurm.allocation import Allocation, asks_no_kill, is_away, is_over
 
 CONTACT = "slurm_load_node error: Unable to contact slurm controller (connect failure)"
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n0"}
@@ -73,6 +73,19 @@ def test_what_slurm_refuses_is_not_asked_again(commands: Path) -> None:
 )
 def test_only_messages_of_slurm_say_that_it_is_away(text: str, away: bool) -> None:
     assert is_away(text) is away
+
+
+@pytest.mark.parametrize(
+    ("text", "over"),
+    [
+        ("clear on n0 ended with 1: srun: error: Slurm job 11 has expired", True),
+        ("srun: error: Unable to create step for job 7: Invalid job id specified", True),
+        ("srun: error: Unable to contact slurm controller", False),
+        ("the token has expired", False),
+    ],
+)
+def test_only_messages_of_slurm_say_that_the_job_is_over(text: str, over: bool) -> None:
+    assert is_over(text) is over
 
 
 def test_a_salloc_above_says_how_it_was_called(tmp_path: Path) -> None:

@@ -94,6 +94,14 @@ async def until(condition: Callable[[], bool], what: str) -> None:
     raise AssertionError(f"waited in vain for {what}")
 
 
+class Launcher:
+    """One whose job has ended where a failure says so."""
+
+    def is_over(self, text: str) -> bool:
+        """As Launcher's."""
+        return "has expired" in text
+
+
 @dataclass
 class World:
     """Drains of a job of one shard."""
@@ -123,7 +131,9 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
         settings=SnapshotConfig(drain_dir=tmp_path / "disk", drain_interval=NEVER),
         log_dir=tmp_path,
     )
-    drains = Drains(spec, cast(Any, None), uuid.uuid4(), cast(Any, coordinator), lambda: bool(lost))
+    drains = Drains(
+        spec, cast(Any, Launcher()), uuid.uuid4(), cast(Any, coordinator), lambda: bool(lost)
+    )
     return World(coordinator, steps, drains, lost)
 
 
@@ -242,6 +252,22 @@ def test_a_last_drain_that_fails_is_tried_a_few_times(world: World) -> None:
 
     assert not asyncio.run(work())
     assert len(world.steps.writes) == module.MOST_LAST_TRIES
+
+
+def test_a_last_drain_is_not_tried_again_where_the_job_is_over(world: World) -> None:
+    """A cancelled Slurm job has a few seconds, in which it says how it ends."""
+
+    async def work() -> bool:
+        world.begin()
+        world.coordinator.commit(7)
+        last = asyncio.create_task(world.drains.last(WAIT))
+        end = await world.steps.begun(1)
+        end.set_exception(DrainError("srun: error: Slurm job 11 has expired"))
+        return await asyncio.wait_for(last, WAIT / 2)
+
+    assert not asyncio.run(work())
+    assert len(world.steps.writes) == 1
+    assert "the job ends" in world.coordinator.kinds("drain_failed")[0].text
 
 
 def test_no_drain_begins_while_an_older_one_hangs(world: World) -> None:
