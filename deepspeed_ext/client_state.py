@@ -53,7 +53,7 @@ def set_client_state(engine: Any, provider: Provider) -> None:
 
 
 def provider_of(engine: Any) -> Provider | None:
-    """What ``set_client_state`` was given for this engine."""
+    """The provider that ``set_client_state`` was given for this engine."""
     found: Provider | None = vars(engine).get(_PROVIDER)
     return found
 

@@ -112,7 +112,7 @@ class ModelTensors:
         self.buffers = {f"{BUFFER}{name}": as_captured(tensor) for name, tensor in buffers}
 
     def find_frozen(self, name: str) -> torch.Tensor | None:
-        """What ``frozen`` would hold of a parameter by this name, whatever the optimizer owns."""
+        """The tensor that ``frozen`` would hold by this name if no optimizer owned it."""
         parameter = self.tree.parameters.get(name.removeprefix(FROZEN))
         if parameter is None or not name.startswith(FROZEN):
             return None

@@ -124,7 +124,7 @@ class Drains:
         self._coordinator.observers.emit("drain_cost", text)
 
     def report(self) -> dict[str, object]:
-        """What the job's summary shows of drains that failed."""
+        """Failed drains, for the job's summary."""
         return {"drain_failures": self.failures, "drain_failure": self._last_failure}
 
     def reseat(self, seats: Mapping[str, ShardPlacement]) -> None:

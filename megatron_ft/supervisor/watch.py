@@ -101,7 +101,7 @@ class JobWatch:
         self._source, self._restarts = "", dict[str, float]()
         self._stragglers = Stragglers()
         self.report: dict[str, Any] = {}
-        """What the job's summary shows of restarts, hangs and slow ranks."""
+        """Restarts, hangs and slow ranks, for the job's summary."""
 
     def begin_incarnation(self, ranks: int, decided: float, behind: int, source: str) -> None:
         """Begin to watch ``ranks`` trainers, which are about to be started.

@@ -1,4 +1,4 @@
-"""What ranks of tests of coverage run: hidden tensors are refused, objects beside it are named."""
+"""Programs of ranks: hidden tensors are refused, objects beside the state are named."""
 
 from __future__ import annotations
 

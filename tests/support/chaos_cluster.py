@@ -47,7 +47,7 @@ class EquippedCluster(ChaosCluster):
         self._away = job.place / AWAY_NAME
 
     def check_world(self, ranks: int) -> None:
-        """Fail while the scheduler is away; whoever runs many cases has tried MPI once."""
+        """Fail while the scheduler is away; a caller that runs many cases has tried MPI once."""
         if self._away.exists():
             raise MissingEnvironmentError(f"there is no MPI world: {AWAY_TEXT}")
 

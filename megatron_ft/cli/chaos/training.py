@@ -27,7 +27,7 @@ from megatron_ft.trainer.state import RngState
 WIDTH = 96
 
 ENDS = {"": True, "early": False, "unknown": None}
-"""What ranks say of the end at the file to stop, by its text: whether their plan is done."""
+"""The end that ranks report at the file to stop, by its text: if their plan is done."""
 
 
 def build(rank: int) -> dict[str, Any]:

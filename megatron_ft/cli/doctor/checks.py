@@ -267,7 +267,7 @@ def _room(facts: Facts) -> list[Finding]:
 
 
 def contents(facts: Facts) -> list[Finding]:
-    """What snapshots hold: the rule, as no model is known."""
+    """The rule of what snapshots hold, as no model is known."""
     wishes = facts.wishes
     return [ok(rule(megatron=wishes.megatron, deepspeed=wishes.deepspeed))]
 

@@ -92,7 +92,7 @@ def test_a_node_that_cannot_say_costs_the_third_slot() -> None:
 
 @given(st.dictionaries(st.sampled_from(["a", "b", "c"]), st.integers(1, 9), min_size=1), st.data())
 def test_nodes_of_one_machine_share_its_memory(needs: dict[str, int], data: st.DataObject) -> None:
-    """Whoever takes which node's place, no machine is asked for more than it has."""
+    """Whichever node takes a place, no machine is asked for more than it has."""
     machines = data.draw(st.fixed_dictionaries(dict.fromkeys("abcd", st.sampled_from("xy"))))
     memory = data.draw(st.fixed_dictionaries(dict.fromkeys("xy", st.integers(0, 30))))
     rooms = {node: room(memory[machine], machine) for node, machine in machines.items()}
