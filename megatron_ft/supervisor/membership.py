@@ -447,7 +447,7 @@ class Membership:
         return quiet
 
     async def _connect_all(self, nodes: Sequence[str]) -> list[bool]:
-        """True for each node that is connected; SchedulerAwayError if only the scheduler is at fault."""
+        """True for each connected node; SchedulerAwayError if only the scheduler is at fault."""
         found = await asyncio.gather(*map(self._connect, nodes), return_exceptions=True)
         # Not before all are done: a later try would start the same SMPs a second time.
         for one in found:
