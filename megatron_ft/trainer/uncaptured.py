@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
@@ -128,6 +129,8 @@ def _inside(one: Any) -> Iterable[Any]:
         names = (one.__globals__.get(name) for name in one.__code__.co_names)
         cells = filter(None, map(_content, one.__closure__ or ()))
         return [*names, *cells]
+    if isinstance(one, partial):
+        return [one.func, *one.args, *one.keywords.values()]
     held = getattr(one, "__dict__", None)
     attributes = held.values() if isinstance(held, dict) else ()
     # A schedule knows its optimizer, and saves nothing of it.

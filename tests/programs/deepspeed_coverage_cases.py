@@ -198,7 +198,7 @@ class Average:
 
 
 def objects_beside_it_are_named() -> None:
-    """What the framework makes is not; what a script adds is, once it is in no part."""
+    """Objects of the framework are not named; a script's are, once they are in no part."""
     engine = engine_of(STAGE)
     train_step(engine)
     assert EngineState(engine).beside().objects == [], EngineState(engine).beside()

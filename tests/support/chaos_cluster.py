@@ -52,7 +52,7 @@ class EquippedCluster(ChaosCluster):
             raise MissingEnvironmentError(f"there is no MPI world: {AWAY_TEXT}")
 
     def is_away(self, text: str) -> bool:
-        """Whether a failure is the scheduler's; see Launcher."""
+        """True if a failure is the scheduler's; see Launcher."""
         return is_away(text)
 
     def leaving(self) -> dict[str, str] | None:

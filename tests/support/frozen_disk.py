@@ -41,7 +41,7 @@ class FrozenDisk:
 
 
 def can_freeze() -> bool:
-    """Whether this user may mount, and has what it takes."""
+    """True if this user may mount, and has the tools."""
     return os.geteuid() == 0 and all(shutil.which(tool) is not None for tool in TOOLS)
 
 

@@ -140,7 +140,7 @@ class JobPlan:
 
     @property
     def hangs(self) -> bool:
-        """Whether its disk is frozen at some time."""
+        """True if its disk is frozen at some time."""
         return any("hang-disk" in episode.kinds for episode in self.episodes)
 
     def __str__(self) -> str:

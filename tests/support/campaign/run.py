@@ -246,7 +246,7 @@ class _Job:
         )
 
     def _to_be_continued(self) -> bool:
-        """Whether the job stopped for want of a node, or training stopped itself as told."""
+        """True if the job stopped for lack of a node, or training stopped itself as planned."""
         if self._end == "stopped":
             return self.follower.last_error()[0] == "NoSpareError"
         return self._end == "finished" and self.striker.stop.exists()

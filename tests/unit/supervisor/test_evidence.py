@@ -19,7 +19,7 @@ from megatron_ft.supervisor.processes import TrainerFleet
 
 @dataclass
 class Nodes:
-    """What an evidence keeper sees of the coordinator and the trainers: none has ended yet."""
+    """The coordinator and the trainers as an evidence keeper sees them: none has ended yet."""
 
     observers: Observers = field(default_factory=Observers)
     listeners: list[Callable[[m.NodeEvent], None]] = field(default_factory=list)

@@ -86,14 +86,21 @@ def limited(loader: Any) -> Iterator[Any]:
         yield from map(seen, itertools.islice(loader, 4))
 
 
+def limited_within(loader: Any) -> Iterator[Any]:
+    while True:
+        for _, batch in itertools.islice(enumerate(map(seen, loader)), 4):
+            yield batch
+
+
+@pytest.mark.parametrize("script", [limited, limited_within])
 def test_a_limit_that_counts_anew_is_warned_of_at_the_restart(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, script: Callable[..., Any]
 ) -> None:
-    run = Run(shuffled, limited)
+    run = Run(shuffled, script)
     run.train(2)
     snapshot = run.snapshot()
     assert "counts its limit anew" not in caplog.text, "it is right in the first process"
-    again = Run(shuffled, limited, seed=2).restored(snapshot)
+    again = Run(shuffled, script, seed=2).restored(snapshot)
     again.train(1)
     again.snapshot()
     assert "continues behind batch 2, and itertools.islice counts its limit anew" in caplog.text

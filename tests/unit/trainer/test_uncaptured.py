@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +101,11 @@ KEPT: list[Any] = []
 
 
 def test_what_a_function_that_gives_state_names_is_not_named() -> None:
-    """Through its closure, through globals of its module, and as a method."""
+    """Through its closure, through globals of its module, and as an argument of a partial."""
     state = training()
     schedule = state["schedule"]
     KEPT[:] = [torch.optim.lr_scheduler.StepLR(state["optimizer"], 2)]
+    state["partial"] = partial(vars, torch.optim.lr_scheduler.StepLR(state["optimizer"], 2))
     state["closure"] = lambda: schedule.state_dict()
     state["module"] = lambda: KEPT[0].state_dict()
     del state["schedule"]
