@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import benchmarks.bare
-from benchmarks import memory, neighbours, training
-from benchmarks.__main__ import VECTORS
+from benchmarks import bookkeeping, neighbours, training
 from benchmarks.bare import BareCopies
-from benchmarks.bookkeeping import DEEPSPEED, MEGATRON
-from benchmarks.capturing import SHARED_MEMORY, capturing, tensors
-from benchmarks.jobs import Jobs, supervised
-from benchmarks.methods import METHODS
+from benchmarks.capturing import capturing, tensors
+from benchmarks.frameworks.save_calls import WARM_UP, SaveCalls
+from benchmarks.jobs import Jobs
 from benchmarks.peers.catalogue import WAYS
 from benchmarks.peers.comparison import (
     BLOCKED,
     FLUSH,
-    KEPT,
     LOAD,
     LOST,
     SAFE,
@@ -41,19 +33,22 @@ from benchmarks.peers.comparison import (
     measured,
     table,
 )
-from benchmarks.peers.cycles import cycles
 from benchmarks.peers.environment import fingerprint, steps
 from benchmarks.peers.jobs import Found, reason
-from benchmarks.program import Plan, Training, _phases
+from benchmarks.reshape import rank as reshape_rank
+from benchmarks.reshape.measure import Checkpointed, Reshaped, report
+from benchmarks.restart import table as restart_table
+from benchmarks.restart.runs import Restart
 from benchmarks.restores import require_right
 from benchmarks.table import Row, as_json, markdown
 from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.core import isal
-from megatron_ft.core.process_tools import free_port
+from megatron_ft.supervisor.heartbeats import PARTS
+from megatron_ft.trainer.manager import SnapshotManager
+from tests.support.captures import FakeSmp, capture, make_manager
 
 ROOT = Path(__file__).parents[2]
 MEBI = 1 << 20
-WAIT = 60.0
 
 
 def test_a_limit_is_kept_by_the_median() -> None:
@@ -79,44 +74,10 @@ def test_a_row_without_samples_says_why() -> None:
     assert (found["median"], found["met"]) == (None, None)
 
 
-@pytest.mark.all_layouts
-def test_the_table_is_printed_whole(tmp_path: Path) -> None:
-    """The smallest run of what takes no job; its limits mean nothing on so little."""
-    command = [sys.executable, "-m", "benchmarks", "capture", "coding", "--mib", "16"]
-    command += ["--rounds", "1", "--json", str(tmp_path / "rows.json")]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert ended.returncode in (0, 1), ended.stderr
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert len(rows) == 16 and all(row["median"] > 0 for row in rows)
-    assert f"| {rows[0]['name']} |" in ended.stdout
-    known = set(Path("/proc/cpuinfo").read_text().split())
-    machine, *vectors = ended.stdout.split(", ")[1].split()
-    assert machine == platform.machine() and set(vectors) == known & set(VECTORS)
-
-
 def resident(field: str) -> int:
     """Bytes of this process's memory by proc(5), status."""
     text = Path("/proc/self/status").read_text()
     return int(text.partition(f"{field}:")[2].split()[0]) << 10
-
-
-@pytest.mark.all_layouts
-def test_who_is_ended_early_gets_the_rows_that_there_are(tmp_path: Path) -> None:
-    """A machine with a GPU is lent for minutes."""
-    rows = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "benchmarks", "capture", "--mib", "32", "--rounds", "3"]
-    command += ["--json", str(rows)]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as own:
-        watch = threading.Timer(120, own.kill)
-        watch.start()
-        assert own.stderr is not None and own.stderr.readline(), "no row within 120 s"
-        own.terminate()
-        own.communicate()
-        watch.cancel()
-    assert own.returncode == 128 + signal.SIGTERM
-    assert [row["name"] for row in json.loads(rows.read_text())["rows"]][:1] == [
-        "capture, 16 tensors, 32 MiB"
-    ]
 
 
 def test_a_part_that_fails_costs_no_other(tmp_path: Path) -> None:
@@ -130,109 +91,6 @@ def test_a_part_that_fails_costs_no_other(tmp_path: Path) -> None:
     assert len(found["failed"]) == 3, "few tensors, many, and many large ones"
     assert len(found["rows"]) == 7 and "capture" not in ended.stdout, "coding alone"
     assert "Not measured, at the beginning: FileNotFoundError: " in ended.stdout
-
-
-@pytest.mark.all_layouts
-def test_what_takes_milliseconds_has_three_turns_a_round() -> None:
-    """A shared machine copies at half its speed for longer than one of them takes."""
-    rows = [row for part in memory.parts(16, 2, "cpu", SHARED_MEMORY) for row in part]
-    assert {row.name: len(row.samples) for row in rows} == {row.name: 6 for row in rows}
-
-
-@pytest.mark.all_layouts
-def test_a_job_that_takes_too_long_costs_no_other() -> None:
-    # Longer paths would not fit into the address of a socket.
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks", "training", "--mib", "16", "--rounds", "1"]
-        command += ["--arenas", folder, "--job-seconds", "0.01"]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-        assert ended.returncode == 1, ended.stderr
-        jobs = 9 + sum(program.installed for program in (DEEPSPEED, MEGATRON))
-        assert ended.stdout.count("no end within 0.01 s") == jobs, ended.stdout
-        assert not os.listdir(folder)
-
-
-@pytest.mark.all_layouts
-def test_a_benchmark_that_is_ended_leaves_no_job_behind() -> None:
-    """The SMP of a job that has not finished would keep the memory for a next incarnation."""
-    # Longer paths would not fit into the address of a socket.
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks", "training", "--mib", "16", "--rounds", "500"]
-        command += ["--arenas", folder]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as own:
-            try:
-                until_some(lambda: processes(folder, "megatron_ft.smp"), "an SMP")
-                until_some(lambda: list(Path(folder).glob("*/arenas/*/*/*.arena")), "an arena")
-                own.terminate()
-                table, _ = own.communicate(timeout=WAIT)
-            finally:
-                own.kill()
-        assert own.returncode == 128 + signal.SIGTERM and "| what |" in table
-        assert not processes(folder, "")
-        assert not os.listdir(folder)
-
-
-UNEVEN = """
-import torch.distributed as dist
-from benchmarks.methods import TorchSave
-from benchmarks.program import Plan, Training
-class Uneven(TorchSave):
-    decides = True
-    def __init__(self): pass
-    def idle(self): pass
-    def save(self, iteration, state): return iteration % (20 if dist.get_rank() else 3) == 0
-dist.init_process_group("gloo")
-plan = Plan("", tensors=2, mib=1, work=0.5, rounds=1, phase=8, out="", folder="")
-training = Training(plan, Uneven())
-print(len(training.phase(8, True)))
-training.iteration = 0
-training.single()
-print(training.iteration)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.all_layouts
-def test_ranks_that_save_unevenly_go_on_together() -> None:
-    """Whoever continued alone would wait for the other for ever."""
-    port, command = str(free_port()), [sys.executable, "-c", UNEVEN]
-    common = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    ranks = [
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, env={**common, "RANK": rank})
-        for rank in "01"
-    ]
-    try:
-        said = [rank.communicate(timeout=WAIT)[0].split() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    # Six turn to the phase; behind the second save of whoever saves least follows one more.
-    assert said == [[b"35", b"60"]] * 2
-
-
-def processes(folder: str, program: str) -> list[int]:
-    """Those that run ``program``, as far as their command lines or variables name the folder."""
-    found = []
-    for one in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            argv, variables = ((one / name).read_bytes() for name in ("cmdline", "environ"))
-            if program.encode() in argv and folder.encode() in argv + variables:
-                found.append(int(one.name))
-    return found
-
-
-def until_some(find: Callable[[], list[Any]], what: str) -> list[Any]:
-    deadline = time.monotonic() + WAIT
-    while not (found := find()):
-        assert time.monotonic() < deadline, f"no sign of {what} within {WAIT} s"
-        time.sleep(0.05)
-    return found
 
 
 FAULTS = """
@@ -295,18 +153,6 @@ def test_a_capture_takes_no_memory_beside_its_arena() -> None:
     assert [run.copied_bytes for run in runs] == [64 * MEBI] * 3
     assert grown < 2 * MEBI, f"three captures of 64 MiB left {grown} bytes more"
     assert more < 2 * MEBI, f"a capture of 64 MiB took {more} bytes more for a while"
-
-
-def test_a_copy_beside_an_iteration_is_no_part_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    plan = Plan("torch.save", 1, 1, 0.1, 1, 1, "", str(tmp_path), copies=True)
-    ours = Training(plan, METHODS["torch.save"](tmp_path))
-    monkeypatch.setattr(ours, "copied", lambda: 1e6)
-    one = ours.iterate(True)
-    assert one["saved"] and one["copy"] == 1e6
-    assert -1e6 <= one["total"] < 0, "seconds that were told, and not spent, are taken off"
 
 
 def test_a_stall_is_measured_by_a_copy_of_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,66 +238,6 @@ def test_bare_copies_are_whole_before_a_fence_and_digested_before_the_end(
     bare.close()
 
 
-@pytest.mark.parametrize("control", [False, True])
-def test_a_control_saves_in_no_phase(control: bool) -> None:
-    asked: list[tuple[int, bool]] = []
-
-    def phase(iterations: int, saves: bool) -> neighbours.Phase:
-        asked.append((iterations, saves))
-        return [iteration(1.0, 0.0, saves)]
-
-    recorder: Any = SimpleNamespace(phase=phase)
-    plan = Plan("inmem", 2, 1, 0.5, rounds=2, phase=3, out="", folder="", control=control)
-    measured = _phases(plan, recorder)
-    # What comes first is no part of what is measured.
-    assert asked == [(3, False), (3, not control)] * 3
-    assert [one["saved"] for (one,) in measured] == [0.0, float(not control)] * 2
-
-
-@pytest.mark.all_layouts
-@pytest.mark.slow
-def test_a_job_saves_in_every_second_phase() -> None:
-    # Longer paths would not fit into the address of a socket.
-    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
-        jobs = Jobs(2, "cpu", Path(folder), 240.0)
-        small = {"tensors": 2, "mib": 1, "work": 0.5, "phase": 2}
-        measured = training._run(1, jobs, method="inmem", **small)
-    saved = [any(one["saved"] for one in phase) for phase in measured["phases"]]
-    # A job that hears late of a pause may save in a phase that is to have none.
-    assert saved[1::2] == [True] * 2
-
-
-@pytest.mark.all_layouts
-def test_bare_copies_are_made_in_every_second_iteration(tmp_path: Path) -> None:
-    jobs = Jobs(1, "cpu", tmp_path, 240.0)
-    small = {"tensors": 2, "mib": 1, "work": 8, "phase": 40, "every": 2}
-    (phase,) = training._run(1, jobs, method="bare", **small)["phases"]
-    assert [bool(one["saved"]) for one in phase] == [True, False] * 20
-
-
-TOLD = """
-import json, os, sys
-from pathlib import Path
-out, interval = json.loads(sys.argv[1])["out"], os.environ["MEGATRON_FT_SNAPSHOT_INTERVAL"]
-Path(out).write_text(interval)
-"""
-
-
-@pytest.mark.all_layouts
-@pytest.mark.slow
-@pytest.mark.parametrize(("plan", "interval"), [({}, 1), ({"every": 2}, 2)])
-def test_a_job_is_told_how_often_to_save(
-    plan: dict[str, Any], interval: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def instead(program: list[str], *others: Any) -> None:
-        supervised([sys.executable, "-c", TOLD, program[-1]], *others)
-
-    monkeypatch.setattr(training, "supervised", instead)
-    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
-        jobs = Jobs(1, "cpu", Path(folder), 240.0)
-        assert training._run(1, jobs, method="inmem", tensors=1, mib=1, work=1, **plan) == interval
-
-
 COPY = 2.0
 
 
@@ -504,11 +290,6 @@ def test_speed_with_fewer_saves_than_asked_for_is_said_to_be_such() -> None:
     assert notes["peers ahead of us: " + LOST] == ""
 
 
-def test_what_must_be_flushed_counts_in_copies() -> None:
-    entry = measured([found("lm-resiliency", 0.9, 1.0, flushes=(31 * COPY,))], 2)[0]
-    assert entry.median(FLUSH) == 31.0 and entry.median(KEPT) == 1.0
-
-
 def test_ours_without_protection_is_no_peer_of_ours() -> None:
     """It is there to compare with those that do as little; the limits are for what protects."""
     jobs = [found("ours", 0.9, 1.0), found("ours-none", 0.99, 0.9, load=1.0), found("none", 1, 0)]
@@ -534,20 +315,6 @@ def test_wrong_values_are_not_hidden_by_later_jobs() -> None:
     assert "**wrong values loaded**" in table(measured([wrong, found("torch.save", 1, 1)], 2))
 
 
-def test_cycles_end_before_the_time_does() -> None:
-    """With cycles of 40 s, two fit into 90 s; a way that failed is not tried again."""
-    now = [0.0]
-    tried = []
-
-    def job(way: str) -> Found:
-        tried.append(way)
-        now[0] += 20
-        return Found(way, why="no" if way == "dlrover" else "")
-
-    count, jobs = cycles(["ours", "dlrover"], job, 90, lambda: now[0])
-    assert count == 2 and [one.way for one in jobs] == tried == ["ours", "dlrover", "ours"]
-
-
 def test_every_way_names_a_class_of_the_benchmarks() -> None:
     for way in WAYS.values():
         module, name = way.home.split(":")
@@ -560,3 +327,107 @@ def test_peers_are_pinned_and_torch_comes_first() -> None:
     assert len(first) == 1 and first[0].startswith("torch==")
     assert all("==" in word or word == "--no-deps" for call in others for word in call)
     assert fingerprint([first]) != fingerprint([first, first])
+
+
+def test_ratios_are_of_one_round_and_say_which_starts_are_in_them() -> None:
+    theirs = [Checkpointed(1.0, 6.0, 3.0), Checkpointed(2.0, 12.0, 6.0), Checkpointed(1, 7, 1)]
+    ours = [Reshaped(0.5, 1.0, 5.0), Reshaped(1.5, 2.0, 8.0), Reshaped(0.5, 1.0, 6.0)]
+    rows = {row.name: row for row in report(theirs, ours, "x")}
+    whole = rows["DCP's save, start and load over the reshape"]
+    assert (whole.samples, whole.limit, whole.met) == ((10.0, 10.0, 9.0), 10.0, True)
+    assert rows["DCP's save and load over the reshape"].samples == (4.0, 4.0, 2.0)
+    assert rows["DCP's save, start and load over all from the loss"].samples == (2.0, 2.5, 1.5)
+    assert rows["of it: memory of arenas made, tensors loaded"].samples == (0.5, 0.5, 0.5)
+
+
+def test_what_was_loaded_wrongly_gives_no_figures() -> None:
+    plan = reshape_rank.Plan("dcp", "", mib=1, savers=4, tensors=3)
+    for rank in (0, 2):
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
+        try:
+            mesh = init_device_mesh("cpu", (3,))
+            reshape_rank.require_right(plan, state := reshape_rank.build(plan, mesh, saved=True))
+            assert state["w0"].shape == (plan.rows, 1024)
+            state["w2"].to_local()[-1, 7] += 1
+            with pytest.raises(RuntimeError, match="w2 was not loaded as it was saved"):
+                reshape_rank.require_right(plan, state)
+            with pytest.raises(RuntimeError, match="w0 was not"):
+                reshape_rank.require_right(plan, reshape_rank.build(plan, mesh, saved=False))
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def restart(seconds: float | None, **changes: Any) -> Restart:
+    parts = dict(zip(PARTS, (0.01, 0.02, 0.1, 0.1, 0.9, 0.2), strict=True))
+    usual: dict[str, Any] = {"parts": parts, "starts": {"in process": 3, "warm": 1}, "kept": 3}
+    usual |= {"survivors": 3, "imports": 0, "identical": True, **changes}
+    return Restart("plain", "trainer", seconds, **usual)
+
+
+def test_restarts_are_shown_by_fault_and_each_promise_has_a_limit() -> None:
+    cold = restart(2.5, starts={"cold": 4}, kept=0, imports=4)
+    found = [restart(0.5), restart(0.75), cold, Restart("torchrun", "trainer", 9.0)]
+    text = restart_table.table(found, {"zero1": "not installed"})
+    start = "| plain PyTorch | trainer killed | 3 | 0.75 s | 2.50 s | 0.01 | 0.02 | 0.10 | 0.10 | "
+    assert f"{start}0.90 | 0.20 | 6 of 9 | 6 in process, 2 warm, 4 cold | 4 | yes |" in text
+    assert "| torchrun | trainer killed | 1 | 9.00 s | 9.00 s |" in text
+    assert "| zero1 |  | 0 | not installed |" in text
+    assert [row.met for row in restart_table.limits(found)] == [True, True, False, False, True]
+
+
+def test_a_restart_that_never_was_or_differs_is_missed() -> None:
+    found = [restart(None, parts={}, identical=False)]
+    assert "| never | never |" in restart_table.table(
+        found, {}
+    ) and "**1 not**" in restart_table.table(found, {})
+    assert [row.met for row in restart_table.limits(found)] == [None, False, True, True, False]
+
+
+@pytest.mark.all_layouts
+@pytest.mark.mpi
+def test_restarts_are_measured(tmp_path: Path) -> None:
+    """What the figures are is another question, on a machine that tests keep busy."""
+    command = [sys.executable, "-m", "benchmarks", "restart", "--only", "plain", "--seeds", "1"]
+    command += ["--only", "torchrun", "--json", str(tmp_path / "rows.json")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert ended.returncode in (0, 1), ended.stderr
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert not found["absent"], ended.stderr
+    ours = [one for one in found["restarts"] if one["training"] == "plain"]
+    assert [one["fault"] for one in ours] == ["trainer", "node", "trainer and encoder"]
+    for one in ours:
+        assert one["identical"] and one["imports"] == one["starts"].get("cold", 0)
+        assert sum(one["starts"].values()) == 4 and one["kept"] <= one["survivors"]
+        # The clock of the job and the traces of its ranks are two witnesses.
+        assert sum(one["parts"].values()) == pytest.approx(one["seconds"], abs=0.3)
+    assert [one["starts"] for one in found["restarts"][3:]] == [{"cold": 4}]
+
+
+def test_a_framework_that_is_not_installed_is_said_to_be_so(tmp_path: Path) -> None:
+    absent = bookkeeping.Program("absent_loop", "save() of none", "absent-core", "absent.training")
+    assert not absent.installed
+    (row,) = bookkeeping.measured(absent, Jobs(7, "cpu", tmp_path, 60.0))
+    assert (row.samples, row.met) == ((), None)
+    assert row.note == "not measured: no absent-core is installed"
+
+
+def test_calls_that_capture_nothing_do_not_count(
+    smp: FakeSmp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SnapshotManager, "save", SnapshotManager.save)  # wrapped for this test only
+    calls, state = SaveCalls(captures=2), {"weight": torch.ones(8), "bias": torch.ones(2)}
+    manager = make_manager(smp)
+    for captured in range(WARM_UP + 2):
+        assert not calls.enough and len(calls.seconds) == captured
+        assert manager.save(2 * captured, state).skipped
+        assert not capture(smp, manager, state, 2 * captured + 1, captured % 2).skipped
+    assert calls.enough
+    manager.close()
+    calls.write(tmp_path / "out.json", "a test")
+    assert json.loads((tmp_path / "out.json").read_text()) == {
+        "note": "2 tensors; a test",
+        "seconds": calls.seconds[WARM_UP:],
+    }

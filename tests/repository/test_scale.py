@@ -54,12 +54,6 @@ def test_the_model_knows_what_a_member_sends(protect: str) -> None:
 
 
 @pytest.mark.all_layouts
-def test_the_model_agrees_with_a_job_that_runs_now() -> None:
-    (counted,) = count_all((2,), "xor:2")
-    require_model_of(counted)
-
-
-@pytest.mark.all_layouts
 def test_the_model_agrees_with_larger_jobs_that_run_now() -> None:
     for counted in count_all((4, 6), "xor:2"):
         require_model_of(counted)
@@ -72,16 +66,6 @@ def test_a_node_and_a_rank_cost_the_same_in_a_larger_job(protect: str) -> None:
     assert one.messages * 8 == other.messages == 8 * 128
     assert other.length < 1.05 * 8 * one.length
     assert encoder_bytes(small) == encoder_bytes(large)
-
-
-def test_a_node_costs_eight_messages_whatever_its_ranks_are() -> None:
-    kinds = {
-        *("Grant", "Encode", "Commit", "Sealed", "OrderDone"),
-        *("Grant answer", "Encode answer", "Commit answer"),
-    }
-    for ranks in (1, 8):
-        found = control_messages(Shape(16, ranks, "xor:2", 1 << 20)).kinds
-        assert {kind: count for kind, (count, _) in found.items()} == dict.fromkeys(kinds, 16)
 
 
 def test_the_coordinator_holds_2048_nodes() -> None:
