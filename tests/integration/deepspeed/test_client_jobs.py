@@ -15,14 +15,14 @@ LIBRARIES = ("deepspeed", "transformers", "accelerate", "lightning")
 if missing := [name for name in LIBRARIES if find_spec(name) is None]:
     pytest.skip(f"needs {', '.join(missing)}", allow_module_level=True)
 
-from megatron_ft.cli.demo.final_state import (  # noqa: E402
+from megatron_ft.cli.demo.final_state import (
     Comparison,
     compare_traces,
     differences,
     plain,
 )
-from tests.programs.clients_program import OPTIMIZER  # noqa: E402
-from tests.support.deepspeed_jobs import (  # noqa: E402
+from tests.programs.clients_program import OPTIMIZER
+from tests.support.deepspeed_jobs import (
     ITERATIONS,
     Program,
     hit,
@@ -30,7 +30,7 @@ from tests.support.deepspeed_jobs import (  # noqa: E402
     lose_node_of_held_rank,
     train_alone,
 )
-from tests.support.jobs import ROOT, Job, log_of  # noqa: E402
+from tests.support.jobs import ROOT, Job, log_of
 
 pytestmark = [
     pytest.mark.usefixtures("warm_client_trainers"),

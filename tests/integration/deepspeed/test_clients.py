@@ -15,10 +15,10 @@ LIBRARIES = ("deepspeed", "transformers", "accelerate", "lightning")
 if missing := [name for name in LIBRARIES if find_spec(name) is None]:
     pytest.skip(f"needs {', '.join(missing)}", allow_module_level=True)
 
-from tests.programs.clients_program import BATCH  # noqa: E402
-from tests.support.client_runs import Client, check_identical  # noqa: E402
-from tests.support.late_capture import SAVE_AT  # noqa: E402
-from tests.support.warm_host import WarmHost  # noqa: E402
+from tests.programs.clients_program import BATCH
+from tests.support.client_runs import Client, check_identical
+from tests.support.late_capture import SAVE_AT
+from tests.support.warm_host import WarmHost
 
 pytestmark = pytest.mark.deepspeed
 all_layouts = pytest.mark.all_layouts

@@ -14,10 +14,10 @@ import pytest
 if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
-from megatron_ft.core.environment import JOB  # noqa: E402
-from megatron_ft.core.startup import before_script  # noqa: E402
-from tests.programs.deepspeed_program import ENVIRONMENT  # noqa: E402
-from tests.support.deepspeed_cells import zero  # noqa: E402
+from megatron_ft.core.environment import JOB
+from megatron_ft.core.startup import before_script
+from tests.programs.deepspeed_program import ENVIRONMENT
+from tests.support.deepspeed_cells import zero
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 

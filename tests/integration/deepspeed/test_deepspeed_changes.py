@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-
 CHANGES = (
     "changes_are_followed",
     "memory_that_moves_before_the_copy_costs_one_snapshot",

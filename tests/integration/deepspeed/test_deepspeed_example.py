@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-
-from megatron_ft.cli.chaos.trace import read_trace  # noqa: E402
-from megatron_ft.cli.demo.final_state import compare_runs  # noqa: E402
-from tests.programs.deepspeed_script_program import SCRIPT  # noqa: E402
-from tests.support.warm_host import Request, WarmHost  # noqa: E402
+from megatron_ft.cli.chaos.trace import read_trace
+from megatron_ft.cli.demo.final_state import compare_runs
+from tests.programs.deepspeed_script_program import SCRIPT
+from tests.support.warm_host import Request, WarmHost
 
 STEPS = 4
 CPU = {"device": "cpu"}

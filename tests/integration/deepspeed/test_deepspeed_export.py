@@ -7,19 +7,18 @@ from importlib.util import find_spec
 
 import pytest
 
-pytest.importorskip("torch")
 if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
-from megatron_ft.cli.demo import final_state  # noqa: E402
-from tests.programs import deepspeed_export as program  # noqa: E402  # needs torch
-from tests.programs.deepspeed_program import OWN, SEEDED  # noqa: E402
-from tests.support.deepspeed_cells import EXPLODES, FP32_GRADIENTS, Cell, zero  # noqa: E402
-from tests.support.deepspeed_cells_parallel import ON_HOST, experts, piped, sharded, zero3  # noqa: E402
-from tests.support.deepspeed_runs import Runs  # noqa: E402
-from tests.support.late_capture import LOAD_FROM, SAVE_AT  # noqa: E402
-from tests.support.resume_runs import ITERATIONS, SNAPSHOT_AT  # noqa: E402
-from tests.support.warm_host import Request  # noqa: E402
+from megatron_ft.cli.demo import final_state
+from tests.programs import deepspeed_export as program
+from tests.programs.deepspeed_program import OWN, SEEDED
+from tests.support.deepspeed_cells import EXPLODES, FP32_GRADIENTS, Cell, zero
+from tests.support.deepspeed_cells_parallel import ON_HOST, experts, piped, sharded, zero3
+from tests.support.deepspeed_runs import Runs
+from tests.support.late_capture import LOAD_FROM, SAVE_AT
+from tests.support.resume_runs import ITERATIONS, SNAPSHOT_AT
+from tests.support.warm_host import Request
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 

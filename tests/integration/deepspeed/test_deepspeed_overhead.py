@@ -12,11 +12,10 @@ from statistics import quantiles
 
 import pytest
 
-pytest.importorskip("torch")
 if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
-from tests.support.warm_host import Request, WarmHost  # noqa: E402
+from tests.support.warm_host import Request, WarmHost
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 

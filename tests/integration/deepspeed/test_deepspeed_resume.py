@@ -6,15 +6,14 @@ from importlib.util import find_spec
 
 import pytest
 
-pytest.importorskip("torch")
 if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
-from tests.support.arena_folder import compared_replicas  # noqa: E402
-from tests.support.deepspeed_cells import CELLS, MORE_CELLS, Cell, zero  # noqa: E402
-from tests.support.deepspeed_runs import Runs  # noqa: E402
-from tests.support.late_capture import SAVE_AT  # noqa: E402
-from tests.support.resume_runs import SNAPSHOT_AT, check_resume  # noqa: E402
+from tests.support.arena_folder import compared_replicas
+from tests.support.deepspeed_cells import CELLS, MORE_CELLS, Cell, zero
+from tests.support.deepspeed_runs import Runs
+from tests.support.late_capture import SAVE_AT
+from tests.support.resume_runs import SNAPSHOT_AT, check_resume
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 

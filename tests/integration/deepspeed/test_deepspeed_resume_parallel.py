@@ -8,22 +8,21 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
 if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
-from tests.programs.deepspeed_program import CHECKPOINT, SAVE_CHECKPOINT, STEPS  # noqa: E402
-from tests.support.arena_folder import ArenaFolder  # noqa: E402
-from tests.support.deepspeed_cells import Cell  # noqa: E402
-from tests.support.deepspeed_cells_parallel import (  # noqa: E402
+from tests.programs.deepspeed_program import CHECKPOINT, SAVE_CHECKPOINT, STEPS
+from tests.support.arena_folder import ArenaFolder
+from tests.support.deepspeed_cells import Cell
+from tests.support.deepspeed_cells_parallel import (
     MORE_PARALLEL_CELLS,
     PARALLEL_CELLS,
     UNIVERSAL_CELLS,
 )
-from tests.support.deepspeed_runs import Runs  # noqa: E402
-from tests.support.late_capture import LOAD_FROM, SAVE_AT  # noqa: E402
-from tests.support.resume_runs import ITERATIONS, SNAPSHOT_AT, TIMEOUT_SECONDS, check_resume  # noqa: E402
-from tests.support.warm_host import Request  # noqa: E402
+from tests.support.deepspeed_runs import Runs
+from tests.support.late_capture import LOAD_FROM, SAVE_AT
+from tests.support.resume_runs import ITERATIONS, SNAPSHOT_AT, TIMEOUT_SECONDS, check_resume
+from tests.support.warm_host import Request
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 

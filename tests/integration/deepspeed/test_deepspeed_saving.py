@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
 if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
-from tests.programs.deepspeed_saving_program import MASTERS, notes_of  # noqa: E402
-from tests.support.warm_host import WarmHost  # noqa: E402
+from tests.programs.deepspeed_saving_program import MASTERS, notes_of
+from tests.support.warm_host import WarmHost
 
 pytestmark = pytest.mark.deepspeed
 FULL = "OSError: [Errno 28] No space left on device"

@@ -14,10 +14,10 @@ import pytest
 if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
 
-from megatron_ft.core.environment import RESTORE  # noqa: E402
-from tests.support.deepspeed_cells import zero  # noqa: E402
-from tests.support.late_capture import LOAD_FROM, NO_OFFER, SAVE_AT, SAVE_TO  # noqa: E402
-from tests.support.warm_host import Outcome, Request, WarmHost  # noqa: E402
+from megatron_ft.core.environment import RESTORE
+from tests.support.deepspeed_cells import zero
+from tests.support.late_capture import LOAD_FROM, NO_OFFER, SAVE_AT, SAVE_TO
+from tests.support.warm_host import Outcome, Request, WarmHost
 
 pytestmark = pytest.mark.deepspeed
 

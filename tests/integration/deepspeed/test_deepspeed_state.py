@@ -9,13 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from deepspeed_ext.optimizers import view_of  # noqa: E402
-from megatron_ft.core.errors import ConfigError  # noqa: E402
-from megatron_ft.trainer.master_tensors import create_state  # noqa: E402
-from megatron_ft.trainer.state import host_copy, same_bits  # noqa: E402
+from deepspeed_ext.optimizers import view_of
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.trainer.master_tensors import create_state
+from megatron_ft.trainer.state import host_copy, same_bits
 
 CASES = {
     "replicas_are_shared_out": 2,

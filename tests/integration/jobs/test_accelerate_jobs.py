@@ -12,8 +12,8 @@ import pytest
 if find_spec("accelerate") is None:
     pytest.skip("needs accelerate", allow_module_level=True)
 
-from tests.programs import accelerate_fsdp2, accelerate_zero  # noqa: E402
-from tests.support.jobs import Job, difference, oracle, trainers_of  # noqa: E402
+from tests.programs import accelerate_fsdp2, accelerate_zero
+from tests.support.jobs import Job, difference, oracle, trainers_of
 
 pytestmark = [pytest.mark.usefixtures("no_process_left"), pytest.mark.mpi]
 

@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
 if find_spec("megatron") is None or find_spec("megatron.training") is None:
     pytest.skip("needs megatron-core with megatron.training", allow_module_level=True)
 
-from megatron_ft.checkpoint import native  # noqa: E402
-from megatron_ft.cli.demo import demo_model  # noqa: E402
-from megatron_ft.launchers.virtual import VirtualCluster  # noqa: E402
-from tests.programs import megatron_export as program  # noqa: E402  # needs torch
-from tests.support.late_capture import LOAD_FROM, SAVE_AT  # noqa: E402
-from tests.support.megatron_layouts import (  # noqa: E402
+from megatron_ft.checkpoint import native
+from megatron_ft.cli.demo import demo_model
+from megatron_ft.launchers.virtual import VirtualCluster
+from tests.programs import megatron_export as program
+from tests.support.late_capture import LOAD_FROM, SAVE_AT
+from tests.support.megatron_layouts import (
     DISTRIBUTED,
     EP2,
     LAYER_WISE,
@@ -33,9 +32,9 @@ from tests.support.megatron_layouts import (  # noqa: E402
     muon,
     words,
 )
-from tests.support.megatron_runs import ITERATIONS, SNAPSHOT_AT, SNAPSHOTS, Runs  # noqa: E402
-from tests.support.no_pickle import check_holds_no_pickle  # noqa: E402
-from tests.support.warm_host import Request  # noqa: E402
+from tests.support.megatron_runs import ITERATIONS, SNAPSHOT_AT, SNAPSHOTS, Runs
+from tests.support.no_pickle import check_holds_no_pickle
+from tests.support.warm_host import Request
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 

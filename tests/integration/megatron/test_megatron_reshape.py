@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-pytest.importorskip("torch")
 if find_spec("megatron") is None or find_spec("megatron.training") is None:
     pytest.skip("needs megatron-core with megatron.training", allow_module_level=True)
 
-from megatron_ft.cli.demo import final_state  # noqa: E402
-from tests.support.late_capture import RESHAPE_FROM, SAVE_AT  # noqa: E402
+from megatron_ft.cli.demo import final_state
+from tests.support.late_capture import RESHAPE_FROM, SAVE_AT
 from tests.support.megatron_layouts import (
     DISTRIBUTED,
     EXPERTS,
@@ -28,9 +27,9 @@ from tests.support.megatron_layouts import (
     Flags,
     Layout,
     words,
-)  # noqa: E402
-from tests.support.megatron_programs import PRECISION_AWARE  # noqa: E402
-from tests.support.megatron_runs import ITERATIONS, SNAPSHOT_AT, SNAPSHOTS, Runs  # noqa: E402
+)
+from tests.support.megatron_programs import PRECISION_AWARE
+from tests.support.megatron_runs import ITERATIONS, SNAPSHOT_AT, SNAPSHOTS, Runs
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-
-from megatron_ft.checkpoint import native as start  # noqa: E402
-from megatron_ft.core.environment import RESTORE  # noqa: E402  # needs torch
+from megatron_ft.checkpoint import native as start
+from megatron_ft.core.environment import RESTORE
 
 
 @pytest.mark.parametrize(
@@ -59,13 +57,13 @@ def test_a_wish_without_another_iteration_is_that_of_earlier_releases() -> None:
 if find_spec("megatron") is None or find_spec("megatron.training") is None:
     pytest.skip("needs megatron-core with megatron.training", allow_module_level=True)
 
-from megatron_ft.checkpoint.native import TRACKER, checkpoint_folder  # noqa: E402
-from megatron_ft.megatron.own_checkpoints import SAVING_NOTE  # noqa: E402
-from tests.support.late_capture import LOAD_FROM, SAVE_AT  # noqa: E402
-from tests.support.megatron_layouts import Layout, words  # noqa: E402
-from tests.support.megatron_programs import EXTERNAL, program  # noqa: E402
-from tests.support.megatron_runs import ITERATIONS, SNAPSHOT_AT, SNAPSHOTS, Runs  # noqa: E402
-from tests.support.warm_host import Outcome, WarmHost  # noqa: E402
+from megatron_ft.checkpoint.native import TRACKER, checkpoint_folder
+from megatron_ft.megatron.own_checkpoints import SAVING_NOTE
+from tests.support.late_capture import LOAD_FROM, SAVE_AT
+from tests.support.megatron_layouts import Layout, words
+from tests.support.megatron_programs import EXTERNAL, program
+from tests.support.megatron_runs import ITERATIONS, SNAPSHOT_AT, SNAPSHOTS, Runs
+from tests.support.warm_host import Outcome, WarmHost
 
 # Megatron's own resume is exact only if data loaders leave the generator of dropout alone.
 DP2 = program("dp2", plugin="quiet_data_loaders")

@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
 if find_spec("megatron") is None or find_spec("megatron.training") is None:
     # Looked up, not imported: the test process itself has no stand-in for a device.
     pytest.skip("needs megatron-core with megatron.training", allow_module_level=True)
 
-from megatron_ft.cli.demo import demo_model  # noqa: E402
-from tests.support.arena_folder import compared_replicas  # noqa: E402
-from tests.support.late_capture import SAVE_AT  # noqa: E402
-from tests.support.megatron_layouts import (  # noqa: E402
+from megatron_ft.cli.demo import demo_model
+from tests.support.arena_folder import compared_replicas
+from tests.support.late_capture import SAVE_AT
+from tests.support.megatron_layouts import (
     AXES,
     BESIDE,
     DISTRIBUTED,
@@ -31,8 +30,8 @@ from tests.support.megatron_layouts import (  # noqa: E402
     matrix,
     pairwise,
 )
-from tests.support.megatron_programs import MORE_PROGRAMS, PROGRAMS  # noqa: E402
-from tests.support.megatron_runs import (  # noqa: E402
+from tests.support.megatron_programs import MORE_PROGRAMS, PROGRAMS
+from tests.support.megatron_runs import (
     SNAPSHOT_AT,
     SNAPSHOTS,
     TIMEOUT_SECONDS,

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
 if find_spec("megatron") is None or find_spec("megatron.training") is None:
     pytest.skip("needs megatron-core with megatron.training", allow_module_level=True)
 
-from dataclasses import replace  # noqa: E402
+from dataclasses import replace
 
-from tests.support.late_capture import LOAD_FROM, SAVE_AT  # noqa: E402
-from tests.support.megatron_layouts import DISTRIBUTED, Layout, words  # noqa: E402
-from tests.support.megatron_runs import SNAPSHOT_AT, SNAPSHOTS, Runs  # noqa: E402
+from tests.support.late_capture import LOAD_FROM, SAVE_AT
+from tests.support.megatron_layouts import DISTRIBUTED, Layout, words
+from tests.support.megatron_runs import SNAPSHOT_AT, SNAPSHOTS, Runs
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 

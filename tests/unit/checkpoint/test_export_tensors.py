@@ -9,26 +9,24 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from megatron_ft.checkpoint.export import (  # noqa: E402
+from megatron_ft.checkpoint.export import (
     FORM_VERSION,
     CheckpointForm,
     TensorRecipe,
     dump_form,
     load_form,
 )
-from megatron_ft.checkpoint.source import ShardBytes  # noqa: E402
-from megatron_ft.core.errors import ExportError, UndecodableError  # noqa: E402
-from megatron_ft.core.objects import MAGIC, Tag  # noqa: E402
-from megatron_ft.core.shard import LogicalPlace, Piece, TensorSpec, plan_layout  # noqa: E402
-from megatron_ft.megatron.exporter import CapturedTensors  # noqa: E402
-from megatron_ft.megatron.logical_map import place_of  # noqa: E402
-from megatron_ft.trainer.addresses import AddressBook  # noqa: E402
+from megatron_ft.checkpoint.source import ShardBytes
+from megatron_ft.core.errors import ExportError, UndecodableError
+from megatron_ft.core.objects import MAGIC, Tag
+from megatron_ft.core.shard import LogicalPlace, Piece, TensorSpec, plan_layout
+from megatron_ft.megatron.exporter import CapturedTensors
+from megatron_ft.megatron.logical_map import place_of
+from megatron_ft.trainer.addresses import AddressBook
 
 no_deadline = settings(deadline=None, max_examples=100)
 NAME, COPY = "optimizer0.w.main", "optimizer0.w.weight_copy"

@@ -7,13 +7,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from megatron_ft.core.errors import ControlPlaneError  # noqa: E402
+from megatron_ft.core.errors import ControlPlaneError
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.2)
 

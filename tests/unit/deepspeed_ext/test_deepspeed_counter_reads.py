@@ -12,9 +12,9 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from deepspeed_ext import counter_reads  # noqa: E402
-from deepspeed_ext.checkpoint_engine import Agreement  # noqa: E402
-from deepspeed_ext.counter_reads import CounterReads  # noqa: E402
+from deepspeed_ext import counter_reads
+from deepspeed_ext.checkpoint_engine import Agreement
+from deepspeed_ext.counter_reads import CounterReads
 
 
 class Engine(torch.nn.Module):

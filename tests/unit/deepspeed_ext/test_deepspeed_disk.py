@@ -9,14 +9,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from deepspeed_ext import saving  # noqa: E402
-from deepspeed_ext.saving import Checkpoints, Named, disk_of  # noqa: E402
-from megatron_ft.trainer.start_choice import WISH, DiskStart  # noqa: E402
+from deepspeed_ext import saving
+from deepspeed_ext.saving import Checkpoints, Named, disk_of
+from megatron_ft.trainer.start_choice import WISH, DiskStart
 
 ENGINE = SimpleNamespace(load_universal_checkpoint=lambda: False)
 

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-
-from deepspeed_ext.exporter import client_entries, fill  # noqa: E402
-from megatron_ft.core.errors import ExportError  # noqa: E402
+from deepspeed_ext.exporter import client_entries, fill
+from megatron_ft.core.errors import ExportError
 
 DECLARED = {"step": "global_steps", "name": "constant"}
 

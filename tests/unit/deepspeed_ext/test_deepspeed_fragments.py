@@ -7,19 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from deepspeed_ext.exporter import FileTensors  # noqa: E402
-from deepspeed_ext.logical_map import MASTER, WEIGHT, fragments  # noqa: E402
-from deepspeed_ext.optimizers.view import OwnedMaster, Weight  # noqa: E402
-from megatron_ft.checkpoint.export import TensorRecipe  # noqa: E402
-from megatron_ft.checkpoint.source import ShardBytes  # noqa: E402
-from megatron_ft.core.errors import ExportError  # noqa: E402
-from megatron_ft.core.shard import LogicalPlace, Piece, TensorSpec, plan_layout  # noqa: E402
+from deepspeed_ext.exporter import FileTensors
+from deepspeed_ext.logical_map import MASTER, WEIGHT, fragments
+from deepspeed_ext.optimizers.view import OwnedMaster, Weight
+from megatron_ft.checkpoint.export import TensorRecipe
+from megatron_ft.checkpoint.source import ShardBytes
+from megatron_ft.core.errors import ExportError
+from megatron_ft.core.shard import LogicalPlace, Piece, TensorSpec, plan_layout
 
 
 @dataclass

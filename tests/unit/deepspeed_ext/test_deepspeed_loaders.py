@@ -8,14 +8,12 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-
-import numpy as np  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from torch.utils.data import (  # noqa: E402
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
@@ -25,10 +23,10 @@ from torch.utils.data import (  # noqa: E402
     WeightedRandomSampler,
 )
 
-from deepspeed_ext.resumable_loader import DataPosition, ResumableLoader  # noqa: E402
-from megatron_ft.core.errors import ConfigError  # noqa: E402
-from megatron_ft.core.objects import decode, encode  # noqa: E402
-from megatron_ft.trainer.state import RngState  # noqa: E402
+from deepspeed_ext.resumable_loader import DataPosition, ResumableLoader
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.objects import decode, encode
+from megatron_ft.trainer.state import RngState
 
 SAMPLES, BATCH, PER_EPOCH, EPOCHS = 10, 2, 5, 4
 DATA = list(range(SAMPLES))

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from deepspeed_ext.optimizers.zero import OldGradients  # noqa: E402
+from deepspeed_ext.optimizers.zero import OldGradients
 
 
 @pytest.fixture

@@ -8,16 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from torch.utils.data import DataLoader, DistributedSampler  # noqa: E402
-
-from deepspeed_ext import reshape  # noqa: E402
-from deepspeed_ext.resumable_loader import ResumableLoader, shared_anew  # noqa: E402
-from megatron_ft.core.errors import LayoutMismatchError  # noqa: E402
+from deepspeed_ext import reshape
+from deepspeed_ext.resumable_loader import ResumableLoader, shared_anew
+from megatron_ft.core.errors import LayoutMismatchError
 
 BATCH, SAMPLES = 2, 48
 TOTAL, MICRO, STEPS = reshape._TOTAL, reshape._MICRO, reshape._ACCUMULATION

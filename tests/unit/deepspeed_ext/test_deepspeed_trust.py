@@ -5,13 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from deepspeed_ext.client_state import CLIENT, NAME, ClientState, set_client_state  # noqa: E402
+from deepspeed_ext.client_state import CLIENT, NAME, ClientState, set_client_state
 
 
 @given(st.booleans(), st.booleans(), st.lists(st.text(min_size=1), max_size=2))

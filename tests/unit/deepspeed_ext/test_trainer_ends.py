@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("deepspeed")
 
-from transformers import EarlyStoppingCallback, TrainerControl, TrainerState  # noqa: E402
+from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 
-from deepspeed_ext.clients.trainer import Feeder  # noqa: E402
+from deepspeed_ext.clients.trainer import Feeder
 
 pytestmark = pytest.mark.deepspeed
 

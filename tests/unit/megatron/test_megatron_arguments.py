@@ -9,13 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("torch")
-
-from megatron_ft.config import SETTINGS, SnapshotConfig  # noqa: E402
-from megatron_ft.core import environment  # noqa: E402
-from megatron_ft.core.errors import ConfigError  # noqa: E402
-from megatron_ft.megatron import arguments, hooks  # noqa: E402
-from tests.support.warm_host import WarmHost  # noqa: E402
+from megatron_ft.config import SETTINGS, SnapshotConfig
+from megatron_ft.core import environment
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.megatron import arguments, hooks
+from tests.support.warm_host import WarmHost
 
 
 def parse(*flags: str) -> argparse.Namespace:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from megatron_ft.core.shard import Piece, TensorSpec, plan_layout  # noqa: E402
-from megatron_ft.erasure.reshape_plan import Box, fill, windows  # noqa: E402
-from megatron_ft.megatron.logical_map import buffer_places, step_places  # noqa: E402
-from megatron_ft.megatron.optimizer import Master  # noqa: E402
+from megatron_ft.core.shard import Piece, TensorSpec, plan_layout
+from megatron_ft.erasure.reshape_plan import Box, fill, windows
+from megatron_ft.megatron.logical_map import buffer_places, step_places
+from megatron_ft.megatron.optimizer import Master
 
 LAYERS = 8
 

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-
-from megatron_ft.core.errors import ConfigError  # noqa: E402
-from megatron_ft.trainer.accelerator_state import (  # noqa: E402
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.trainer.accelerator_state import (
     InMemoryState,
     number_saves,
     unsupported,

@@ -8,20 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from megatron_ft.core.errors import LayoutMismatchError, StateMismatchError  # noqa: E402
-from megatron_ft.trainer.mapping import MappingState  # noqa: E402
-from megatron_ft.trainer.state import RngState  # noqa: E402
-from tests.support.fake_ranks import as_rank  # noqa: E402
-from tests.support.late_capture import (  # noqa: E402
+from megatron_ft.core.errors import LayoutMismatchError, StateMismatchError
+from megatron_ft.trainer.mapping import MappingState
+from megatron_ft.trainer.state import RngState
+from tests.support.fake_ranks import as_rank
+from tests.support.late_capture import (
     LOAD_FROM,
     RESHAPE_FROM,
     SAVE_AT,
     SAVE_TO,
 )
-from tests.support.warm_host import Request, WarmHost  # noqa: E402
+from tests.support.warm_host import Request, WarmHost
 
 SNAPSHOT_AT, ITERATIONS = 4, 8
 

@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-torch = pytest.importorskip("torch")
-
-from torch.utils.data import DataLoader, IterableDataset, Sampler  # noqa: E402
-
-from megatron_ft.core.errors import ConfigError  # noqa: E402
-from megatron_ft.trainer.loader_habits import ReadingPace  # noqa: E402
-from megatron_ft.trainer.resumable_loader import ResumableLoader  # noqa: E402
-from tests.support.loader_runs import Run, continued, passes, seen, uninterrupted  # noqa: E402
+from megatron_ft.core.errors import ConfigError
+from megatron_ft.trainer.loader_habits import ReadingPace
+from megatron_ft.trainer.resumable_loader import ResumableLoader
+from tests.support.loader_runs import Run, continued, passes, seen, uninterrupted
 
 SAMPLES, BATCH, PER_PASS = 24, 4, 6
 

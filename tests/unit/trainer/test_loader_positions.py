@@ -8,12 +8,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-
-import numpy as np  # noqa: E402
-from torch.utils.data import (  # noqa: E402
+import torch
+from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
@@ -24,10 +22,10 @@ from torch.utils.data import (  # noqa: E402
     WeightedRandomSampler,
 )
 
-from megatron_ft.core.errors import LayoutMismatchError  # noqa: E402
-from megatron_ft.trainer import resumable_loader  # noqa: E402
-from megatron_ft.trainer.loader_position import LoaderPosition  # noqa: E402
-from tests.support.loader_runs import (  # noqa: E402
+from megatron_ft.core.errors import LayoutMismatchError
+from megatron_ft.trainer import resumable_loader
+from megatron_ft.trainer.loader_position import LoaderPosition
+from tests.support.loader_runs import (
     Run,
     continued,
     numbered,

@@ -6,15 +6,13 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import numpy as np  # noqa: E402
-
-from megatron_ft.core.errors import LayoutMismatchError  # noqa: E402
-from megatron_ft.trainer import own_position  # noqa: E402
-from tests.support.loader_runs import Run, continued, uninterrupted  # noqa: E402
+from megatron_ft.core.errors import LayoutMismatchError
+from megatron_ft.trainer import own_position
+from tests.support.loader_runs import Run, continued, uninterrupted
 
 PER_PASS = 6
 

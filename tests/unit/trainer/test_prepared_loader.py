@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 
-import torch  # noqa: E402
-from accelerate import Accelerator  # noqa: E402
-from accelerate.utils import DataLoaderConfiguration  # noqa: E402
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 
-from megatron_ft.core.objects import decode, encode  # noqa: E402
-from megatron_ft.trainer import accelerator_state, resumable_loader  # noqa: E402
-from megatron_ft.trainer.prepared_loader import watch  # noqa: E402
-from megatron_ft.trainer.state import RngState  # noqa: E402
-from tests.support.loader_runs import new_process, passes  # noqa: E402
-from tests.unit.trainer.test_loader_positions import LOADERS, PER_PASS, STREAMS  # noqa: E402
+from megatron_ft.core.objects import decode, encode
+from megatron_ft.trainer import accelerator_state, resumable_loader
+from megatron_ft.trainer.prepared_loader import watch
+from megatron_ft.trainer.state import RngState
+from tests.support.loader_runs import new_process, passes
+from tests.unit.trainer.test_loader_positions import LOADERS, PER_PASS, STREAMS
 
 KINDS = ("numpy Generator", "a list that is shuffled", "noisy samples", "stream", "weighted")
 CONFIGURED: dict[str, dict[str, Any]] = {
