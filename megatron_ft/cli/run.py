@@ -54,13 +54,13 @@ from megatron_ft.core.errors import (
 from megatron_ft.core.identity import MAY_SHRINK
 from megatron_ft.launchers.slurm.allocation import NO_KILL_ADVICE, no_kill
 from megatron_ft.launchers.virtual import visible_devices
-from megatron_ft.supervisor.ends import End
 from megatron_ft.supervisor.event_log import EVENTS, EventLog
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState, state_folder
 from megatron_ft.supervisor.ledger import CAUGHT_UP, ENDED, SUPERVISING
 from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.notify import DEFAULT_KINDS, Notifier, kinds_of
+from megatron_ft.supervisor.outcome import Outcome
 from megatron_ft.supervisor.placement import read_domains
 from megatron_ft.supervisor.spec import JobSpec, raise_open_files
 from megatron_ft.supervisor.supervisor import (
@@ -318,12 +318,12 @@ def _supervise(
             raise
         for line in end.lines():
             say(line)
-        untold = ended is not End.UNKNOWN and not state.record.committed
+        untold = ended is not Outcome.UNKNOWN and not state.record.committed
         if untold and (code in (0, EXIT_INTERRUPTED) or end.trained):
             say(end.unprotected())
         elif state.record.committed and code:
             say(place.hint)
-        if ended is End.FINISHED:
+        if ended is Outcome.FINISHED:
             state.remove()
         if (ended is not None and ended.frees) or not state.record.smps:
             place.clean()
@@ -398,16 +398,16 @@ _STOPPED: Mapping[type[MegatronFTError], int] = {
 }
 
 
-async def _run(supervisor: Supervisor) -> tuple[int, End | None]:
+async def _run(supervisor: Supervisor) -> tuple[int, Outcome | None]:
     """The exit code, and how training ended if all ranks exited with 0."""
     task = asyncio.ensure_future(supervisor.run())
     stop, loop = Stop(supervisor, task), asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stop.at_once)
     loop.add_signal_handler(signal.SIGTERM, stop.after_drain)
-    ended: End | None = None
+    ended: Outcome | None = None
     try:
         ended = await task
-        if ended is not End.EARLY:
+        if ended is not Outcome.EARLY:
             return 0, ended
         code, text = EXIT_CONTINUE, supervisor.ending.text
     except asyncio.CancelledError:

@@ -1,171 +1,178 @@
-"""Ends of training: whether a program whose ranks have all exited with 0 has finished its plan.
-
-A program may end itself before its planned end, as links of a chain of batch jobs do.  What its
-memory holds is then the start of the next one.
-"""
+"""The ends of an incarnation, by kind: budget, policies, evidence and events match on them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import suppress
-from enum import Enum
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
-from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
-from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.coordinator import Coordinator
-from megatron_ft.supervisor.drains import Drains
-from megatron_ft.supervisor.emergency_drain import EmergencyDrain
-from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.membership import Membership
-from megatron_ft.supervisor.spec import JobSpec
-from megatron_ft.supervisor.standing import Committed
+from megatron_ft.core.errors import ControlPlaneError
+from megatron_ft.core.startup import UNAVAILABLE
 
-KEEP_MINUTES = 10.0
-"""Time that memory is kept where it could not be drained, and the job's settings say 0."""
+RERUN_CODES = (16, 17)
+"""Exit codes of Megatron's rerun machine for a doubtful result; the snapshot is not at fault."""
+
+NEVER_STARTED = (2, 126, 127, UNAVAILABLE)
+"""Exit codes of a command that could not be started: of Python without its script or after wrong
+flags (argparse), of a shell without the program, and of a script that cannot be imported."""
 
 
-class End(Enum):
-    """The end of a training command that exited with 0 on all ranks."""
+@dataclass(frozen=True)
+class Finished:
+    """All ranks have exited with 0."""
 
-    FINISHED = "finished"
-    """Its plan is done."""
-    EARLY = "early"
-    """The program itself says that it ended before its planned end."""
-    UNKNOWN = "unknown"
-    """Nobody has said what the plan is: memory stays for a while."""
-    DRAINED = "drained"
-    """The same, and what memory held is on disk."""
+
+@dataclass(frozen=True)
+class Asked:
+    """Another incarnation is wanted, by a user or a policy: nothing has failed.
+
+    ``idle`` as for Failure.
+    """
+
+    text: str
+    idle: float = 0.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An unplanned end; ``text`` is for people, ``node`` is the one that is implicated, if any.
+
+    With ``final`` another start would meet the same failure.  ``idle`` is for how many seconds
+    training had made no progress when this was found, 0 if it is found at once.  ``words`` name
+    the kind in events; ``training`` says that the training command itself failed: not a node, nor
+    somebody who killed it.
+    """
+
+    text: str
+    node: str = ""
+    final: bool = False
+    idle: float = 0.0
+    words: ClassVar[str]
+    training: ClassVar[bool] = False
 
     @property
-    def frees(self) -> bool:
-        """True if nothing stays in memory."""
-        return self in (End.FINISHED, End.DRAINED)
+    def cause(self) -> str:
+        """The kind in words, as events have it."""
+        return self.words
+
+    def is_like(self, other: Failure) -> bool:
+        """True for one of the same kind, on whatever rank or node and in whatever iteration."""
+        return type(self) is type(other)
 
 
-HOW_TO_FREE = (
-    "`last=` or `close(finished=True)` in the program, or --free-on-exit, say that an end is the "
-    "planned one"
-)
+class NodeLost(Failure):
+    """A node is gone, or does not answer."""
+
+    words = "a node was lost"
 
 
-def describe(end: End, committed: Committed | None) -> str:
-    """The begin of a sentence about this end, and about the snapshot that is left."""
-    why = "training has stopped itself before its planned end"
-    if end is not End.EARLY:
-        why = "training has ended, and nothing says if this was its planned end"
-    return f"{why}: " + ("no snapshot" if committed is None else f"iteration {committed.iteration}")
+@dataclass(frozen=True)
+class TrainerFailed(Failure):
+    """A trainer ended by itself with ``status``, a signal if below zero."""
+
+    status: int = 1
+    killed: ClassVar[str] = "a trainer was killed"
+    exited: ClassVar[str] = "a trainer exited"
+    training = True
+
+    @property
+    def cause(self) -> str:
+        """The kind, with the status."""
+        killed = f"{self.killed} by signal {-self.status}"
+        return killed if self.status < 0 else f"{self.exited} with {self.status}"
+
+    def is_like(self, other: Failure) -> bool:
+        """True for a trainer that ended with the same status."""
+        return isinstance(other, TrainerFailed) and other.status == self.status
 
 
-def judge(said: Collection[bool], *, holds: bool, frees: bool) -> End:
-    """The end of a job whose ranks have ``said`` whether their plan is done.  Pure.
+class TrainerStopped(TrainerFailed):
+    """A trainer was killed from outside, or ended to be run again: the command is not at fault."""
 
-    ``holds`` is whether memory holds a snapshot, ``frees`` whether every end with 0 is to count as
-    the planned one.
+    training = False
+
+
+@dataclass(frozen=True)
+class Hung(Failure):
+    """Training makes no progress; ``text`` is the same for the same ranks in the same place.
+
+    The job waits for ``ranks``.  ``report`` is the whole story for people, ``folder`` has the
+    stacks, ``how`` is a key of autopsy.HOW where it is known.
     """
-    if frees:
-        return End.FINISHED
-    if not all(said):
-        return End.EARLY
-    # Without a snapshot there is nothing to keep.
-    return End.FINISHED if said or not holds else End.UNKNOWN
+
+    ranks: tuple[int, ...] = ()
+    report: str = ""
+    folder: Path = Path()
+    how: str = ""
+    words = "a hang"
+    training = True
 
 
-class JobEnding:
-    """Carries out the end of a job whose ranks have all exited with 0.
+class NotRegistered(Failure):
+    """Some ranks did not register in time."""
 
-    ``text`` says, after ``carry_out``, why training was ended early, and what is left of it.
-    """
+    words = "ranks did not register"
+    training = True
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        state: JobState,
-        coordinator: Coordinator,
-        members: Membership,
-        drains: Drains,
-        emergency: EmergencyDrain,
-    ) -> None:
-        self.text = ""
-        self._spec, self._state, self._coordinator = spec, state, coordinator
-        self._members, self._drains, self._emergency = members, drains, emergency
-        self._said: dict[str, bool] = {}
-        coordinator.listen(self._note)
 
-    def begin_incarnation(self) -> None:
-        """Forget the words of earlier ranks."""
-        self._said.clear()
+class ReplicasDiffer(Failure):
+    """Replicas that must be equal are not; a ``node`` is at fault beyond doubt."""
 
-    def _note(self, event: m.NodeEvent) -> None:
-        if isinstance(event.body, m.Ending):
-            self._said[event.body.shard_id] = event.body.finished
+    words = "replicas differ"
 
-    def judge(self) -> End:
-        """The end of this incarnation."""
-        settings = self._spec.settings
-        places = settings.drain_dir is not None or settings.keep_minutes > 0
-        holds = self._coordinator.standing.committed is not None and places
-        return judge(self._said.values(), holds=holds, frees=self._spec.free_on_exit)
 
-    async def carry_out(self, end: End) -> End:
-        """Free the memory of a job whose plan is done; drain or keep what others continue from."""
-        if end is End.FINISHED:
-            await self._settle()
-            await self._retire("training finished; the memory is free again")
-            return end
-        self.text = describe(end, self._coordinator.standing.committed)
-        if await self._on_disk():
-            self.text += " is on disk"
-            end = End.DRAINED if end is End.UNKNOWN else end
-        if end is End.DRAINED:
-            free = "the memory is free; the same command resumes from there"
-            await self._retire(f"{self.text}, {free}; {HOW_TO_FREE}")
-        elif end is End.UNKNOWN:
-            await self._keep()
-        return end
+class TrainerRefused(Failure):
+    """The scheduler did not start a trainer."""
 
-    async def _on_disk(self) -> bool:
-        """Drain the newest snapshot; False without a drain folder, or if it came to nothing."""
-        standing = self._coordinator.standing
-        newest = standing.committed
-        if newest is None or self._spec.settings.drain_dir is None:
-            return False
-        await self._drains.abandon()
-        await self._emergency.without_trainers("training has ended")
-        return standing.durable is not None and standing.durable.snapshot >= newest.snapshot
+    words = "the scheduler did not start a trainer"
 
-    async def _keep(self) -> None:
-        """Leave memory to the SMPs, which free it in time; a start after that begins anew."""
-        seconds = 60 * (self._spec.settings.keep_minutes or KEEP_MINUTES)
-        self._state.update(committed=False)
-        then = f"stays in memory for {seconds:g} s, in which the same command resumes from there"
-        await self._retire(f"{self.text} {then}; {HOW_TO_FREE}", seconds)
 
-    async def leave_nothing(self) -> None:
-        """End the SMPs of a job that has never committed a snapshot: nothing can resume from them.
+class SmpLost(Failure):
+    """An SMP ended, and no other one took its place."""
 
-        They refuse it where another supervisor leads the job by now.
-        """
-        request = m.Retire(self._coordinator.incarnation, remove_arenas=True)
-        with suppress(MegatronFTError):
-            await self._coordinator.ask_all({node: request for node in self._coordinator.links})
-            self._state.update(smps={})
+    words = "a snapshot daemon was not replaced"
 
-    async def _settle(self) -> None:
-        """Let the last drain of a finished job end; it is given up if an SMP ends before it."""
-        try:
-            await self._members.while_all_answer(self._drains.settle())
-        except ControlPlaneError as error:
-            text = f"the last drain is given up: {error}"
-            self._coordinator.observers.emit("drain_failed", text)
 
-    async def _retire(self, text: str, seconds: float = 0.0) -> None:
-        """Free the memory of a job that has ended.  A node that does not answer spoils nothing."""
-        coordinator = self._coordinator
-        request = m.Retire(coordinator.incarnation, remove_arenas=True, seconds=seconds)
-        try:
-            await coordinator.ask_all({node: request for node in coordinator.links})
-        except MegatronFTError as error:
-            coordinator.observers.emit(
-                "not_freed", f"memory may be left behind, `megatron-ft clean` frees it: {error}"
-            )
-        coordinator.observers.emit("finished", text)
+class ArenaRemoved(Failure):
+    """The file of an arena is gone."""
+
+    words = "an arena was removed"
+
+
+class NoRoom(Failure):
+    """A node has too little memory for its part."""
+
+    words = "a node has no room"
+
+
+class RebuildFailed(Failure):
+    """Lost shards could not be rebuilt from parity."""
+
+    words = "a rebuild failed"
+
+
+class LoadFailed(Failure):
+    """A drained checkpoint could not be loaded."""
+
+    words = "a checkpoint could not be loaded into memory"
+
+
+@dataclass(frozen=True)
+class Interrupted(Failure):
+    """An error ended the incarnation: of the control plane, or of the coordinator itself."""
+
+    error: type[BaseException] = ControlPlaneError
+
+    @property
+    def cause(self) -> str:
+        """The kind, with the error."""
+        name = self.error.__name__
+        ours = issubclass(self.error, ControlPlaneError)
+        return name if ours else f"the coordinator failed with {name}"
+
+    def is_like(self, other: Failure) -> bool:
+        """True for an error of the same class."""
+        return isinstance(other, Interrupted) and other.error is self.error
+
+
+End = Finished | Asked | Failure

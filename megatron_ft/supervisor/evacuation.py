@@ -22,7 +22,7 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import SnapshotEnded
 from megatron_ft.supervisor.encoder_world import WorldKeeper
-from megatron_ft.supervisor.failures import Failure
+from megatron_ft.supervisor.ends import Asked
 from megatron_ft.supervisor.health import Health
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.restore import RestorePlan
@@ -115,8 +115,7 @@ def loss_of_move(
 class Evacuations:
     """The evacuations of one job over all its incarnations, one at a time.
 
-    With ``stopping`` none begins any more.  ``stayed`` is how many seconds trainers had stayed
-    at their boundary when the last one ended an incarnation.
+    With ``stopping`` none begins any more.
     """
 
     def __init__(
@@ -132,7 +131,7 @@ class Evacuations:
     ) -> None:
         """``more_nodes`` says with which of the nodes that are there the job could grow,
         ``nodes_without`` with which it could continue without some of those that train."""
-        self.stopping, self.stayed = False, 0.0
+        self.stopping, self._stayed = False, 0.0
         self._more_nodes, self._growths, self._grow_after = more_nodes, 0, 0.0
         self._nodes_without = nodes_without
         self._launcher, self._coordinator, self._members = launcher, coordinator, members
@@ -147,13 +146,13 @@ class Evacuations:
         """Begin none any more: the job stops."""
         self.stopping = True
 
-    async def until_due(self) -> Failure:
+    async def until_due(self) -> Asked:
         """Answer requests; returns when this incarnation must end so that a spare takes over."""
         while True:
             request = await self._next()
             if request is None:
                 if await self._grow():
-                    return Failure("nodes are back", asked=True)
+                    return Asked("nodes are back", self._stayed)
                 continue
             node, seating = request.node, self._seating(request.node)
             reason = seating.against(node)
@@ -180,7 +179,7 @@ class Evacuations:
                 self._moving = request, self._members.active.index(node)
                 if not seating.free:
                     self._continue_on("shrunk", f"{node} leaves", list(seating.fewer))
-                return Failure(f"{node} is evacuated", asked=True)
+                return Asked(f"{node} is evacuated", self._stayed)
             self._note(request, "moved", f"{node} had no ranks; it is no spare any more")
 
     def restored(self, plan: RestorePlan, reached: int) -> None:
@@ -301,7 +300,7 @@ class Evacuations:
     def _note_stay(self) -> None:
         ranks, now = self._members.ranks, time.monotonic()
         heard = self._coordinator.pulses.fresh(ranks, STAY_SECONDS)
-        self.stayed = min((one.idle(now) for one in heard), default=0.0)
+        self._stayed = min((one.idle(now) for one in heard), default=0.0)
 
     def _undo(self, request: m.Evacuate) -> None:
         node = request.node

@@ -36,6 +36,7 @@ from megatron_ft.supervisor.autopsy import (
     judge,
     read_log,
 )
+from megatron_ft.supervisor.ends import End, Failure, Hung
 from megatron_ft.supervisor.ledger import AUTOPSY
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from megatron_ft.launchers.launcher import Launcher
     from megatron_ft.supervisor.coordinator import Coordinator
     from megatron_ft.supervisor.events import JobEvent
-    from megatron_ft.supervisor.failures import Failure
     from megatron_ft.supervisor.processes import TrainerFleet
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class EvidenceKeeper:
         self._coordinator, self._trainers = coordinator, trainers
         self._events: deque[JobEvent] = deque(maxlen=_MOST_EVENTS)
         self._seen: _Seen | None = None
-        self._hang: JobEvent | None = None
+        self._hang: Hung | None = None
         self._started = False
         self._versions: dict[str, str] = {}
         coordinator.observers.subscribe(self._note)
@@ -97,20 +97,19 @@ class EvidenceKeeper:
     def _note(self, event: JobEvent) -> None:
         self._events.append(event)
         if event.kind == "trainers_started":
-            self._started, self._hang = True, None
-        if event.kind == "hang":
-            self._hang = event
+            self._started = True
 
     def _note_versions(self, event: m.NodeEvent) -> None:
         """Trainers say what they have imported: this process may find other releases."""
         if isinstance(event.body, m.Hello) and event.body.versions:
             self._versions = event.body.versions
 
-    async def observe(self) -> None:
+    async def observe(self, end: End) -> None:
         """Record which ranks have ended by themselves, before the supervisor ends the others."""
-        if not self._started:
+        started, self._started = self._started, False
+        if not started or not isinstance(end, Failure):
             return
-        self._started = False
+        self._hang = end if isinstance(end, Hung) else None
         try:
             self._seen = await self._observe()
         except Exception as error:
@@ -146,7 +145,7 @@ class EvidenceKeeper:
         """The evidence of each rank, with logs of those that are named first."""
         heard = {one.report.rank: one for one in self._coordinator.pulses.all()}
         nodes = self._trainers.nodes_by_rank()
-        hung = () if self._hang is None else self._hang.fields["ranks"]
+        hung = () if self._hang is None else self._hang.ranks
         for rank, one in heard.items():
             nodes.setdefault(rank, one.node)
         first = min((at for _, at in exits.values()), default=0.0)
@@ -193,8 +192,8 @@ class EvidenceKeeper:
         text = f"stopped first ({verdict.kind}): {verdict.sentence}"
         self._coordinator.observers.emit(AUTOPSY, text, **fields)
         # The first rank whose end was seen may have died of another one.
-        moved = verdict.rank >= 0 and bool(failure.place and verdict.node)
-        return replace(failure, place=verdict.node) if moved else failure
+        moved = verdict.rank >= 0 and bool(failure.node and verdict.node)
+        return replace(failure, node=verdict.node) if moved else failure
 
     def _keep(self, failure: Failure, seen: _Seen) -> tuple[Autopsy, Path]:
         hang, ranks, now = self._hang, self._ranks(seen.exits), time.monotonic()
@@ -204,19 +203,19 @@ class EvidenceKeeper:
             time=time.time(),
             failure=failure.text,
             cause=failure.cause,
-            node=failure.place,
+            node=failure.node,
             ranks=tuple(ranks),
             gone=tuple(seen.gone),
             losses_known=self._launcher.knows_losses,
             silent=dict(seen.silent),
-            hung=() if hang is None else tuple(hang.fields["ranks"]),
-            hang="" if hang is None else hang.text,
-            how="" if hang is None else hang.fields["how"],
+            hung=() if hang is None else hang.ranks,
+            hang="" if hang is None else hang.report,
+            how="" if hang is None else hang.how,
             versions={**_versions(), **self._versions},
             events=tuple(f"{e.monotonic - now:.2f} s {e.kind}: {e.text}" for e in self._events),
         )
         kept = Kept(judge(evidence), evidence)
-        stacks = None if hang is None else Path(hang.fields["folder"])
+        stacks = None if hang is None else hang.folder
         return kept.verdict, self._write(kept, stacks)
 
     def _write(self, kept: Kept, stacks: Path | None) -> Path:

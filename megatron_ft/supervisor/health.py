@@ -24,7 +24,7 @@ from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.admission import Inventories
 from megatron_ft.supervisor.coordinator import Coordinator
-from megatron_ft.supervisor.failures import NODE_LOST, Failure
+from megatron_ft.supervisor.ends import Failure, NodeLost, ReplicasDiffer
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.spec import JobSpec
@@ -84,13 +84,19 @@ async def ask_node(launcher: Launcher, node: str, command: str, seconds: float, 
 def node_at_fault(failures: Sequence[Failure]) -> str:
     """The node that the last two failures name, or the last proves, "" if there is none.  Pure.
 
-    Lost nodes are replaced anyway, and what a user asks for is no failure.
+    Lost nodes are replaced anyway.
     """
-    last = [f for f in failures if not f.asked][-2:]
-    if last and last[-1].proven:
-        return last[-1].place
-    named = {f.place for f in last if f.cause != NODE_LOST} if len(last) == 2 else set()
-    return named.pop() if len(named) == 1 and all(f.cause != NODE_LOST for f in last) else ""
+    last = failures[-2:]
+    if last and _proves(last[-1]):
+        return last[-1].node
+    if len(last) < 2 or any(isinstance(one, NodeLost) for one in last):
+        return ""
+    named = {one.node for one in last}
+    return named.pop() if len(named) == 1 else ""
+
+
+def _proves(failure: Failure) -> bool:
+    return isinstance(failure, ReplicasDiffer) and bool(failure.node)
 
 
 def why_used(
@@ -136,7 +142,7 @@ class Health:
 
     def failed(self, failure: Failure) -> None:
         """Note a failure of the job."""
-        self._failures = (*self._failures, failure)[-2:] if not failure.asked else self._failures
+        self._failures = (*self._failures, failure)[-2:]
 
     async def vote(self) -> dict[str, Vote]:
         """Votes of all nodes that may train, at the same time; {} without a command.
@@ -187,7 +193,7 @@ class Health:
         for node in named:
             causes = " and ".join(f.text for f in self._failures)
             text = f"{node} caused two failures in a row: {causes}"
-            text = last[0].text if last[0].proven else text
+            text = last[0].text if _proves(last[0]) else text
             text = self._conclude(node, text, used[node], last_resort=True)
             if used[node] != NO_SPARE:
                 self._failures = ()

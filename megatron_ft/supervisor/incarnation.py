@@ -24,8 +24,22 @@ from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.drains import Drains
 from megatron_ft.supervisor.encoder_world import WorldKeeper
+from megatron_ft.supervisor.ends import (
+    NEVER_STARTED,
+    RERUN_CODES,
+    ArenaRemoved,
+    Asked,
+    End,
+    Failure,
+    Finished,
+    NodeLost,
+    ReplicasDiffer,
+    SmpLost,
+    TrainerFailed,
+    TrainerRefused,
+    TrainerStopped,
+)
 from megatron_ft.supervisor.evacuation import Evacuations
-from megatron_ft.supervisor.failures import NEVER_STARTED, NODE_LOST, RERUN_CODES, Failure
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.orders import create_requests, stripe_orders
@@ -90,8 +104,8 @@ class Incarnation:
             drains=self.drains,
         )
 
-    async def run(self) -> Failure | None:
-        """None when training has finished; errors of nodes and of memory are raised."""
+    async def run(self) -> End:
+        """Train until something ends it; errors of nodes and of memory are raised."""
         plan = self.plan
         listeners = [self.registration.on_event, self._on_restartable, self._on_declined]
         with self.coordinator.listening(*listeners, self.renewal.on_event):
@@ -102,7 +116,10 @@ class Incarnation:
             self.watch.begin_incarnation(self.members.ranks, plan.decided, behind, source)
             restored = self.quarantine.source(plan.decision)
             await self._start_trainers({RESTORE: restored})
-            return await self._watch(asyncio.create_task(self._begin_snapshots()))
+            end = await self._watch(asyncio.create_task(self._begin_snapshots()))
+        if not isinstance(end, Finished) and end.idle:
+            self.watch.clock.detected(end.idle)
+        return end
 
     async def _start_trainers(self, extra: Mapping[str, str]) -> None:
         """Let survivors train again, and start the other ranks."""
@@ -204,7 +221,7 @@ class Incarnation:
         except MegatronFTError as error:
             log.warning("trainer hosts of spares do not know what to import: %s", error)
 
-    async def _watch(self, beginning: asyncio.Task[None]) -> Failure | None:
+    async def _watch(self, beginning: asyncio.Task[None]) -> End:
         """Watch until this incarnation ends; meanwhile replace SMPs and encoders that die alone."""
         coordinator, smps = self.coordinator, self.members.smps
         trainers = asyncio.create_task(self.trainers.ended())
@@ -229,37 +246,34 @@ class Incarnation:
                 if trainers.done():
                     return await self._trainers_ended(trainers.result())
                 if rewind.done():
-                    return Failure(self.quarantine.rewind(), asked=True)
+                    return Asked(self.quarantine.rewind())
                 if move.done():
-                    self.watch.clock.detected(self.evacuations.stayed)
                     return move.result()
                 if missing.done():
                     return missing.result()
                 if renewal.done():
                     renewal.result()
                 if hang.done():
-                    found = hang.result()
-                    return Failure(found.signature, "a hang", found.node, training=True)
+                    return hang.result()
                 if silent.done():
                     if (failure := self.members.on_silence()) is not None:
-                        self.watch.clock.detected(self.spec.timing.node_timeout)
                         return failure
                     silent = asyncio.create_task(coordinator.silent.wait())
                 if beginning.done():
                     beginning.result()
                 if reason := await self.members.replace_smps(dead):
-                    return Failure(reason, "a snapshot daemon was not replaced", dead[0])
+                    return SmpLost(reason, dead[0])
         finally:
             tasks = (trainers, silent, rewind, hang, move, differ, missing, renewal, beginning)
             for task in tasks:
                 task.cancel()
 
-    async def _trainers_ended(self, first: TrainerExit) -> Failure | None:
+    async def _trainers_ended(self, first: TrainerExit) -> End:
         registration = self.registration
         if first.finished:
             with suppress(MegatronFTError):
                 await self.coordinator.refresh()  # after what ranks have said of their end
-            return None
+            return Finished()
         if self.refusal is not None:
             raise self.refusal
         if first.status > 0 and not registration.complete.is_set():
@@ -269,11 +283,11 @@ class Incarnation:
             self.members.reshape()
             text = "the command has another parallel layout than the snapshots in memory"
             self._emit("reshaping", f"{text}: they are reshaped")
-            return Failure(text, asked=True)
+            return Asked(text)
         registration.check_fit()
         return self._trainer_failure(first)
 
-    async def _until_arena_missing(self, beginning: asyncio.Task[None]) -> Failure:
+    async def _until_arena_missing(self, beginning: asyncio.Task[None]) -> ArenaRemoved:
         """The failure of an arena whose file is gone, where memory serves without it.
 
         Trainers continue to write into what nobody else can open, and only their next start makes a
@@ -295,12 +309,12 @@ class Incarnation:
                 if not (text := coordinator.missing.get(node)):
                     continue
                 if serves is not None and reached - serves.iteration <= most:
-                    return Failure(f"{node}: {text}", "an arena was removed", node)
+                    return ArenaRemoved(f"{node}: {text}", node)
                 then = f"memory serves {found} without it, and no snapshot is taken before "
                 then += "trainers start again: training continues"
                 self._emit("damaged", f"{node}: {text}; {then}", node=node)
 
-    async def _replicas_differ(self) -> Failure:
+    async def _replicas_differ(self) -> ReplicasDiffer:
         """The failure of replicas that differ; what may have gone wrong with them is given up."""
         coordinator = self.coordinator
         await coordinator.refresh()
@@ -328,18 +342,19 @@ class Incarnation:
             path = self.trainers.log_of(rank)
             self._emit("log", f"end of {path}:\n{last_lines(path)}")
         if not self.launcher.reachable(node):
-            return Failure(text, NODE_LOST, node)
+            return NodeLost(text, node)
         path = self.trainers.log_of(rank)
         said = last_word(path, self.trainers.log_starts.get(path, 0)) if status > 0 else ""
         if self.launcher.is_away(said):
-            return Failure(f"{text}: {said}", "the scheduler did not start a trainer")
+            return TrainerRefused(f"{text}: {said}")
         if status in RERUN_CODES:
             why = f"{text}, as Megatron does to be resumed from its checkpoint (--rerun-mode)"
-            return Failure(why, f"a trainer {how}")
+            return TrainerStopped(why, status=status)
         if self._meets_again(status):
-            return Failure(text, f"a trainer {how}", training=True, final=True)
+            return TrainerFailed(text, final=True, status=status)
         outside = -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-        return Failure(text, f"a trainer {how}", node, training=not outside)
+        kind = TrainerStopped if outside else TrainerFailed
+        return kind(text, node, status=status)
 
     def _meets_again(self, status: int) -> bool:
         """True if another start would end alike: no node, and nothing of the job, is the cause."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
 
+from megatron_ft.supervisor import ends
 from megatron_ft.supervisor.event_log import RecordedEvent
-from megatron_ft.supervisor.failures import NODE_LOST
 
 PRODUCTIVE, REDONE, STALL = "productive", "redone", "stall"
 DETECT, DECIDE, REBUILD, START = "detect", "decide", "rebuild", "start"
@@ -53,16 +53,17 @@ _BEGINS = {
 
 NODE = "node loss"
 _CLASSES = (
-    (NODE_LOST, NODE),
-    ("a hang", "hang"),
-    ("a trainer was killed", "signal"),
-    ("a trainer exited", "trainer exit"),
-    ("a rebuild failed", "corrupt memory"),
-    ("a checkpoint could not be loaded", "storage"),
-    ("a node has no room", "memory"),
-    ("ranks did not register", "launcher"),
-    ("a snapshot daemon", "daemon"),
+    (ends.NodeLost.words, NODE),
+    (ends.Hung.words, "hang"),
+    (ends.TrainerFailed.killed, "signal"),
+    (ends.TrainerFailed.exited, "trainer exit"),
+    (ends.RebuildFailed.words, "corrupt memory"),
+    (ends.LoadFailed.words, "storage"),
+    (ends.NoRoom.words, "memory"),
+    (ends.NotRegistered.words, "launcher"),
+    (ends.SmpLost.words, "daemon"),
 )
+"""Incidents by the begin of the cause that their event has."""
 
 
 class Span(NamedTuple):

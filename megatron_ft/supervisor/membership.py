@@ -37,7 +37,7 @@ from megatron_ft.supervisor.admission import (
     owned_arenas,
 )
 from megatron_ft.supervisor.coordinator import Coordinator
-from megatron_ft.supervisor.failures import NODE_LOST, Failure
+from megatron_ft.supervisor.ends import Failure, Interrupted, NodeLost
 from megatron_ft.supervisor.job_state import JobState, homes_of
 from megatron_ft.supervisor.placement import (
     choose_spares,
@@ -393,7 +393,7 @@ class Membership:
         while True:
             await self._coordinator.silent.wait()
             if (failure := self.on_silence()) is not None:
-                return ControlPlaneError(failure.text, failure.place)
+                return ControlPlaneError(failure.text, failure.node)
 
     def on_silence(self) -> Failure | None:
         """The failure behind ``coordinator.silent``, now cleared; None if only spares are lost.
@@ -405,14 +405,14 @@ class Membership:
             log.error("the coordinator failed", exc_info=error)
             text = f"the coordinator failed: {error!r}"
             self._emit("coordinator_failed", text, "")
-            return Failure(text, f"the coordinator failed with {type(error).__name__}")
+            return Interrupted(text, error=type(error))
         coordinator.require_lead()
         lost = self.silent()
         if not lost or self.without(lost):
             return None
         text = f"no heartbeat from {', '.join(lost)}"
         self._emit("silent", text, lost[0])
-        return Failure(text, NODE_LOST, lost[0])
+        return NodeLost(text, lost[0], idle=coordinator.timing.node_timeout)
 
     def silent(self) -> list[str]:
         """Nodes without a heartbeat whose SMP is not known to have ended."""

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.node_messages import REPLICA_DIGEST_BYTES
+from megatron_ft.supervisor.ends import ReplicasDiffer
 from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.failures import Failure
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class ReplicaWatch:
     def __init__(self, observers: Observers) -> None:
         self.differ = asyncio.Event()
         self._observers, self._comparison = observers, ReplicaComparison()
-        self._failure, self._iteration = Failure(""), 0
+        self._failure, self._iteration = ReplicasDiffer(""), 0
         self._equal: list[SnapshotId] = []
         self._ending = -1
 
@@ -180,12 +180,12 @@ class ReplicaWatch:
         fields = {"iteration": iteration, "shards": shards, "nodes": nodes, "tensors": names}
         self._observers.emit("replicas_differ", text, **fields)
         node = nodes[0] if len(nodes) == 1 else ""
-        self._failure = Failure(text, "replicas differ", node, proven=bool(node))
+        self._failure = ReplicasDiffer(text, node)
         self._iteration = iteration
         self.differ.set()
         return text
 
-    def undo(self, held: Collection[tuple[SnapshotId, int]]) -> tuple[int, Failure]:
+    def undo(self, held: Collection[tuple[SnapshotId, int]]) -> tuple[int, ReplicasDiffer]:
         """The iteration from which on nothing is to be restored, and the failure that this is.
 
         ``held`` are the snapshots in memory and on disk, and their iterations.  The newest in which

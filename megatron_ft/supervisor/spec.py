@@ -13,7 +13,7 @@ from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ConfigError, ProtectionError
 from megatron_ft.core.scheme import Scheme, largest_scheme
 from megatron_ft.erasure.stripes import Domains
-from megatron_ft.supervisor.failures import RestartBudget
+from megatron_ft.supervisor.budget import RestartBudget
 from megatron_ft.supervisor.orders import Timing
 
 Shapes = Mapping[int, tuple[str, ...] | None]

@@ -43,16 +43,27 @@ from megatron_ft.supervisor.drains import Drains, noted_places
 from megatron_ft.supervisor.elastic import more_nodes, nodes_without, shrink
 from megatron_ft.supervisor.emergency_drain import EmergencyDrain
 from megatron_ft.supervisor.encoder_world import EncoderWorld, WorldKeeper
-from megatron_ft.supervisor.ends import End, JobEnding
+from megatron_ft.supervisor.ends import (
+    Asked,
+    End,
+    Failure,
+    Finished,
+    Interrupted,
+    LoadFailed,
+    NodeLost,
+    NoRoom,
+    NotRegistered,
+    RebuildFailed,
+)
 from megatron_ft.supervisor.evacuation import Evacuations
 from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.evidence import FOLDER, EvidenceKeeper
-from megatron_ft.supervisor.failures import NODE_LOST, Failure
 from megatron_ft.supervisor.health import Health
 from megatron_ft.supervisor.incarnation import Incarnation
 from megatron_ft.supervisor.job_state import STATUS, JobState
 from megatron_ft.supervisor.ledger import ENDED, SUPERVISING
 from megatron_ft.supervisor.membership import Membership, NoSpareError
+from megatron_ft.supervisor.outcome import JobEnding, Outcome
 from megatron_ft.supervisor.processes import TrainerFleet
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
 from megatron_ft.supervisor.recovery import Recovery
@@ -160,7 +171,7 @@ class Supervisor:
         self._reached, self._budget = -1, spec.budget
         self._ended = self._away_since = 0.0
 
-    async def run(self) -> End:
+    async def run(self) -> Outcome:
         """Return when the training command has ended well on every rank, and how it has.
 
         Raises UnrecoverableError, NoSpareError or RestartBudgetError when the job cannot go
@@ -182,16 +193,16 @@ class Supervisor:
         saved = await self._quarantine.newest_saved()
         self._budget = replace(self._budget, highest_saved=saved)
         status = asyncio.create_task(self._write_status())
-        end: End | None = None
+        end: Outcome | None = None
         try:
-            while (failure := await self._run_incarnation()) is not None:
+            while not isinstance(one := await self._run_incarnation(), Finished):
                 if self.evacuations.stopping:
                     # Trainers get the same SIGTERM; the last drain needs none, and cancels this.
                     await asyncio.get_running_loop().create_future()
                 await self.drains.abandon()
-                await self._after(failure)
+                await self._after(one)
             judged = self.ending.judge()
-            if judged is not End.FINISHED and self.evacuations.stopping:
+            if judged is not Outcome.FINISHED and self.evacuations.stopping:
                 # Trainers got the same SIGTERM, see above.
                 await asyncio.get_running_loop().create_future()
             end = await self.ending.carry_out(judged)
@@ -207,7 +218,7 @@ class Supervisor:
             await self.trainers.kill_all()
             self.trainers.end_hosts()
             retired = end is not None and end.frees
-            if not (retired or end is End.UNKNOWN or self.state.record.committed):
+            if not (retired or end is Outcome.UNKNOWN or self.state.record.committed):
                 await self.ending.leave_nothing()
             await self._put_status(STATUS_SECONDS, ended=True)
             await self.coordinator.close(release=not retired)
@@ -251,38 +262,13 @@ class Supervisor:
         with suppress(OSError, UntrustedFileError, asyncio.TimeoutError):
             await in_thread(write, seconds)
 
-    async def _run_incarnation(self) -> Failure | None:
-        """One incarnation; None when all ranks have exited with 0."""
+    async def _run_incarnation(self) -> End:
+        """One incarnation, and what is to be done before its trainers are ended."""
         self.ending.begin_incarnation()
         try:
-            return await self._recover_and_train()
-        except NoSpareError as error:
-            if self._policy.way == HOLD and await self._hold_for_hosts(error.missing):
-                return Failure("replacement hosts have come", asked=True)
-            if not self._policy.again():
-                raise
-            return Failure("no replacement host has come", asked=True)
-        except RebuildError as error:
-            self._quarantine.rebuild_failed(error.corrupt)
-            self.observers.emit("rebuild_failed", f"the rebuild failed: {error}")
-            return Failure(f"rebuild: {error}", "a rebuild failed")
-        except LoadError as error:
-            self.observers.emit("load_failed", str(error))
-            return Failure(str(error), "a checkpoint could not be loaded into memory")
-        except NoRoomError as error:
-            if not self.members.set_aside(error):
-                raise
-            return Failure(str(error), "a node has no room", error.node)
-        except StaleIncarnationError:
-            # Somebody else leads the job now: continuing would be a second coordinator.
-            raise
-        except RegistrationError as error:
-            self.observers.emit("interrupted", str(error))
-            never = error.none and not self.state.record.shards
-            return Failure(str(error), "ranks did not register", training=True, final=never)
-        except ControlPlaneError as error:
-            self.observers.emit("interrupted", str(error))
-            return Failure(str(error), type(error).__name__, error.node)
+            end = await self._until_end()
+            await self._evidence.observe(end)
+            return end
         finally:
             # An incarnation that ended before it trained says nothing about how far training was.
             progress = max(self.coordinator.progress.values(), default=-1)
@@ -293,6 +279,38 @@ class Supervisor:
             self._ended = time.monotonic()
             await self._end_trainers(trained=progress >= 0)
             self.world.stop()
+
+    async def _until_end(self) -> End:
+        """Recover and train; an error after which another start may succeed is a Failure."""
+        emit = self.observers.emit
+        try:
+            return await self._recover_and_train()
+        except NoSpareError as error:
+            if self._policy.way == HOLD and await self._hold_for_hosts(error.missing):
+                return Asked("replacement hosts have come")
+            if not self._policy.again():
+                raise
+            return Asked("no replacement host has come")
+        except RebuildError as error:
+            self._quarantine.rebuild_failed(error.corrupt)
+            emit("rebuild_failed", f"the rebuild failed: {error}")
+            return RebuildFailed(f"rebuild: {error}")
+        except LoadError as error:
+            emit("load_failed", str(error))
+            return LoadFailed(str(error))
+        except NoRoomError as error:
+            if not self.members.set_aside(error):
+                raise
+            return NoRoom(str(error), error.node)
+        except StaleIncarnationError:
+            # Somebody else leads the job now: continuing would be a second coordinator.
+            raise
+        except RegistrationError as error:
+            emit("interrupted", str(error))
+            return NotRegistered(str(error), final=error.none and not self.state.record.shards)
+        except ControlPlaneError as error:
+            emit("interrupted", str(error))
+            return Interrupted(str(error), error.node, error=type(error))
 
     async def _end_trainers(self, *, trained: bool) -> None:
         """Kill all ranks but those that may restart in their process.
@@ -305,7 +323,7 @@ class Supervisor:
             del living[node]
         await self.trainers.kill_all(but=[rank for ranks in living.values() for rank in ranks])
 
-    async def _recover_and_train(self) -> Failure | None:
+    async def _recover_and_train(self) -> End:
         try:
             plan = await self._recovery.run(self._reached, self.trainers.survivors())
         except NoSpareError as error:
@@ -313,7 +331,7 @@ class Supervisor:
             if self._policy.way == SHRINK and shrink(
                 self.spec, self.state, self.members, self.observers, error.admitted
             ):
-                return Failure("fewer nodes train", asked=True)
+                return Asked("fewer nodes train")
             await self._emergency.run(error.admitted)
             raise
         self._policy.recovered()
@@ -334,14 +352,7 @@ class Supervisor:
             watch=self._watch,
             evacuations=self.evacuations,
         )
-        try:
-            failure = await incarnation.run()
-        except MegatronFTError:
-            await self._evidence.observe()
-            raise
-        if failure is not None and not failure.asked:
-            await self._evidence.observe()
-        return failure
+        return await incarnation.run()
 
     async def _hold_for_hosts(self, missing: int) -> bool:
         """Wait for ``missing`` hosts; whether all have come.  SMPs and memory stay meanwhile.
@@ -371,14 +382,17 @@ class Supervisor:
         emit("held_in_vain", f"no replacement host came within {source.seconds:g} s")
         return False
 
-    async def _after(self, failure: Failure) -> None:
+    async def _after(self, end: Asked | Failure) -> None:
         """Charge a failure to the restart budget, which may end the job, and wait if it says so."""
-        why = {"cause": failure.cause, "node": failure.place, "asked": failure.asked}
+        cause, node = (end.cause, end.node) if isinstance(end, Failure) else ("", "")
+        why = {"cause": cause, "node": node, "asked": isinstance(end, Asked)}
         ago = time.monotonic() - self._ended
-        self.observers.emit(ENDED, failure.text, reached=self._reached, ago=ago, **why)
-        self._watch.clock.dead(failure.text)
-        if failure.asked:
-            return
+        self.observers.emit(ENDED, end.text, reached=self._reached, ago=ago, **why)
+        self._watch.clock.dead(end.text)
+        if isinstance(end, Failure):
+            await self._after_failure(end)
+
+    async def _after_failure(self, failure: Failure) -> None:
         if self._launcher.is_away(failure.text):
             # Neither training nor a node is at fault.
             await self._await_scheduler(failure.text)
@@ -386,7 +400,7 @@ class Supervisor:
         failure = await self._evidence.keep(failure)
         self._pacing.failed()
         if failure.training and (quiet := await self.coordinator.quiet_nodes()):
-            failure = Failure(failure.text, NODE_LOST, quiet[0])
+            failure = NodeLost(failure.text, quiet[0])
         if failure.training and not failure.final and await self._quarantine.training_failed():
             self._budget = self._budget.from_other_start()
         committed = self.coordinator.standing.committed
@@ -444,7 +458,7 @@ SAME_REQUEST_SECONDS = 2.0
 class Stop:
     """Ends ``run``, the task of a supervisor.  ``code`` is the exit code once it has ended."""
 
-    def __init__(self, supervisor: Supervisor, run: asyncio.Future[End]) -> None:
+    def __init__(self, supervisor: Supervisor, run: asyncio.Future[Outcome]) -> None:
         self.code = EXIT_INTERRUPTED
         self._supervisor, self._run = supervisor, run
         self._drain: asyncio.Task[None] | None = None

@@ -24,6 +24,7 @@ from megatron_ft.rpc.heartbeat_page import TrainerPhase
 from megatron_ft.smp.heartbeats import STACK_SECONDS
 from megatron_ft.supervisor.autopsy import HOW, LIBRARY, LOADER, LOCKED, SUSPENDED
 from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.ends import Hung
 from megatron_ft.supervisor.heartbeats import RankReport, RecoveryClock
 from megatron_ft.supervisor.ledger import CAUGHT_UP
 from megatron_ft.supervisor.stragglers import Stragglers
@@ -69,23 +70,6 @@ def allowance(phase: int, done: int, learned: float, settings: SnapshotConfig) -
     return max(allowed, PAUSE_SECONDS) if phase == TrainerPhase.PAUSED else allowed
 
 
-@dataclass(frozen=True)
-class Hang:
-    """A stuck job: whom it waits for, where, and how long nobody had made progress.
-
-    ``signature`` is the same text for a hang of the same rank in the same place, ``node`` and
-    ``how`` (autopsy.py) those of the rank if it is a single one.
-    """
-
-    ranks: tuple[int, ...]
-    idle: float
-    signature: str
-    text: str
-    folder: Path
-    node: str = ""
-    how: str = ""
-
-
 class JobWatch:
     """Watches one job over all its incarnations; what it finds is an event for the observers.
 
@@ -114,7 +98,7 @@ class JobWatch:
         self._stragglers = Stragglers()
         self.clock.starting(decided)
 
-    async def until_hang(self) -> Hang:
+    async def until_hang(self) -> Hung:
         """Look at each heartbeat; returns when training hangs and must be restarted."""
         while True:
             await asyncio.sleep(self._coordinator.timing.heartbeat)
@@ -123,8 +107,7 @@ class JobWatch:
                 self._poll(heard)
                 if self._stuck(heard) and (hang := await self._hang()) is not None:
                     fields = {"ranks": list(hang.ranks), "folder": str(hang.folder)}
-                    self._coordinator.observers.emit("hang", hang.text, **fields, how=hang.how)
-                    self.clock.detected(hang.idle)
+                    self._coordinator.observers.emit("hang", hang.report, **fields, how=hang.how)
                     return hang
             except Exception as error:
                 # A mistake of ours, or a full disk, does not end a job that trains.
@@ -177,7 +160,7 @@ class JobWatch:
             return []
         return [h.idle(now) for h, most in zip(heard, allowed, strict=True) if h.idle(now) > most]
 
-    async def _hang(self) -> Hang | None:
+    async def _hang(self) -> Hung | None:
         """The hang of this moment, if there still is one, its stacks written to disk."""
         # Asked once more: this process may have been suspended behind the last answers.
         await self._coordinator.refresh()
@@ -192,7 +175,7 @@ class JobWatch:
 
     def _describe(
         self, heard: list[RankReport], idle: float, stacks: dict[str, str], folder: Path
-    ) -> Hang:
+    ) -> Hung:
         witnesses = [
             Witness.of(
                 h.report.rank,
@@ -218,7 +201,7 @@ class JobWatch:
             f"{names}: {reason}{more}; at {place}; stacks of all ranks: {folder}"
         )
         node = nodes[ranks[0]] if len(ranks) == 1 else ""
-        return Hang(ranks, idle, signature, text, folder, node, how)
+        return Hung(signature, node, idle=idle, ranks=ranks, report=text, folder=folder, how=how)
 
     async def _stacks(self, nodes: Sequence[str]) -> dict[str, str]:
         """The stacks of each shard's rank, without those of nodes that do not answer."""

@@ -27,8 +27,8 @@ from statistics import median
 from megatron_ft.arena.limits import CGROUP_ROOT, oom_counter
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.supervisor import autopsy as a
+from megatron_ft.supervisor.budget import RestartBudget
 from megatron_ft.supervisor.events import JobEvent
-from megatron_ft.supervisor.failures import RestartBudget
 from megatron_ft.supervisor.orders import Timing
 from tests.programs import blamed_training as program
 from tests.support.jobs import Job, trainers_of

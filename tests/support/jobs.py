@@ -25,12 +25,12 @@ from megatron_ft.launchers.launcher import Placement
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.returning import ReturningHosts
 from megatron_ft.launchers.world import WorldProcess
-from megatron_ft.supervisor.ends import End
+from megatron_ft.supervisor.budget import RestartBudget
 from megatron_ft.supervisor.event_log import EVENTS, EventLog
 from megatron_ft.supervisor.events import JobEvent
-from megatron_ft.supervisor.failures import RestartBudget
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.orders import Timing
+from megatron_ft.supervisor.outcome import Outcome
 from megatron_ft.supervisor.spec import JobSpec, Shapes
 from megatron_ft.supervisor.supervisor import Stop, Supervisor
 from tests.programs import placed_trainer, warm_trainer
@@ -210,7 +210,7 @@ class Job:
         self.cluster = WarmCluster(*given, gate=gate, own_hosts=self.own_hosts)
         self.supervisor: Supervisor
         self.stop: Stop
-        self.end: End
+        self.end: Outcome
         self.gate: Path | None = None
         self.failed_fault: Exception | None = None
 

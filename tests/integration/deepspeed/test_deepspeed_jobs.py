@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ft.cli.chaos.trace import TraceLine, read_trace
 from megatron_ft.cli.demo.final_state import compare_runs
-from megatron_ft.supervisor.ends import End
+from megatron_ft.supervisor.outcome import Outcome
 from tests.programs.deepspeed_program import ENVIRONMENT
 from tests.support.deepspeed_jobs import (
     ITERATIONS,
@@ -122,11 +122,11 @@ def test_a_script_that_ends_before_its_last_iteration_is_continued(
     try:
         job.command = (*whole, "--steps", str(STOP))
         job.run()
-        assert job.end is End.EARLY, job.story()
+        assert job.end is Outcome.EARLY, job.story()
         committed = [e.fields["iteration"] for e in job.events if e.kind == "committed"]
         job.command = whole
         job.run()
-        assert job.end is End.FINISHED, job.story()
+        assert job.end is Outcome.FINISHED, job.story()
     finally:
         job.cluster.destroy()
     assert job.restores() == [(committed[-1], "own memory")] and committed[-1] > 0, job.story()

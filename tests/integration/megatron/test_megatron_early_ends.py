@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.supervisor.ends import End
 from megatron_ft.supervisor.orders import Timing
+from megatron_ft.supervisor.outcome import Outcome
 from tests.support.jobs import Job
 from tests.support.megatron_jobs import (
     ITERATIONS,
@@ -30,7 +30,7 @@ EXIT = 12
 """Behind half of the plan: a busy machine has committed a snapshot by then."""
 
 
-def train(job: Job, corpus: Path, *flags: str) -> End:
+def train(job: Job, corpus: Path, *flags: str) -> Outcome:
     """One start of the job to its end."""
     training = packaged(installed())
     trace = job.folder / "trace"
@@ -43,9 +43,9 @@ def train(job: Job, corpus: Path, *flags: str) -> End:
 def test_an_exit_interval_is_no_end(made: list[Job], tmp_path: Path, megatron_corpus: Path) -> None:
     job = Job(tmp_path, nodes=2, timing=Timing(lease=30.0, node_timeout=45.0))
     made.append(job)
-    assert train(job, megatron_corpus, "--exit-interval", str(EXIT)) is End.EARLY, job.story()
+    assert train(job, megatron_corpus, "--exit-interval", str(EXIT)) is Outcome.EARLY, job.story()
     # Its plan ends with an iteration at which it would exit as well.
     again = train(job, megatron_corpus, "--exit-interval", str(ITERATIONS))
-    assert again is End.FINISHED, job.story()
+    assert again is Outcome.FINISHED, job.story()
     assert 2 <= job.restores()[-1][0] <= EXIT, job.story()
     assert not any(job.cluster.job_dir.glob("*/*.arena")), job.story()

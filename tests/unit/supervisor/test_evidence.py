@@ -10,9 +10,9 @@ from typing import Any, cast
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.ends import TrainerFailed
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.evidence import EvidenceKeeper, _Seen, read_kept
-from megatron_ft.supervisor.failures import Failure
 from megatron_ft.supervisor.heartbeats import Heartbeats
 from megatron_ft.supervisor.processes import TrainerFleet
 
@@ -50,6 +50,6 @@ def test_the_versions_are_those_of_the_trainers(tmp_path: Path) -> None:
     hello = m.Hello(1, 0, 0, "dp0", (0,), 3, versions=versions)
     nodes.hear(hello)
     nodes.hear(m.Hello(2, 1, 1, "dp1", (1,), 3))
-    _, folder = keeper._keep(Failure("a trainer ended", "exit"), _Seen({}, (), {}))
+    _, folder = keeper._keep(TrainerFailed("a trainer ended"), _Seen({}, (), {}))
     kept = read_kept(folder).evidence.versions
     assert versions.items() <= kept.items() and {"linux", "megatron-ft"} <= kept.keys(), kept

@@ -7,11 +7,18 @@ from collections.abc import Collection
 import pytest
 
 from megatron_ft.cli.main import main
-from megatron_ft.supervisor.failures import NODE_LOST, Failure
+from megatron_ft.supervisor.ends import (
+    Failure,
+    NodeLost,
+    RebuildFailed,
+    ReplicasDiffer,
+    TrainerFailed,
+    TrainerStopped,
+)
 from megatron_ft.supervisor.health import NEEDED, NO_SPARE, node_at_fault, vote_of, why_used
 
-ON_A, ON_B = Failure("rank 0 exited", "a trainer exited", "a"), Failure("rank 1", "killed", "b")
-PROVEN = Failure("replicas differ", "replicas differ", "b", proven=True)
+ON_A, ON_B = TrainerFailed("rank 0 exited", "a"), TrainerStopped("rank 1 killed", "b", status=-9)
+PROVEN = ReplicasDiffer("replicas differ", "b")
 
 
 @pytest.mark.parametrize(
@@ -23,9 +30,8 @@ PROVEN = Failure("replicas differ", "replicas differ", "b", proven=True)
         ([ON_A, ON_B], ""),
         ([ON_A, ON_A, ON_B], ""),
         ([ON_B, ON_A, ON_A], "a"),
-        ([ON_A, Failure("evacuated", asked=True), ON_A], "a"),
-        ([ON_A, Failure("lost", NODE_LOST, "a")], ""),
-        ([Failure("a rebuild failed"), Failure("a rebuild failed")], ""),
+        ([ON_A, NodeLost("lost", "a")], ""),
+        ([RebuildFailed("one"), RebuildFailed("two")], ""),
         ([ON_A, PROVEN], "b"),
         ([PROVEN, ON_A], ""),
     ],

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.core.errors import RestartBudgetError
-from megatron_ft.supervisor.failures import Failure, RestartBudget
-
-CAUSES, NODES = ("exit 1", "signal 9", "no world", "hang"), ("", "n0", "n1", "n2")
-FAILURES = st.builds(
+from megatron_ft.core.errors import ControlPlaneError, RestartBudgetError
+from megatron_ft.supervisor.budget import RestartBudget
+from megatron_ft.supervisor.ends import (
     Failure,
-    text=st.text(max_size=3),
-    cause=st.sampled_from(CAUSES),
-    place=st.sampled_from(NODES),
-    training=st.booleans(),
+    Hung,
+    Interrupted,
+    NodeLost,
+    RebuildFailed,
+    TrainerFailed,
+    TrainerStopped,
+)
+
+TEXTS, NODES = st.text(max_size=3), st.sampled_from(("", "n0", "n1", "n2"))
+FAILURES = st.one_of(
+    *(st.builds(kind, TEXTS, NODES) for kind in (Hung, NodeLost, RebuildFailed)),
+    *(st.builds(Interrupted, TEXTS, NODES, error=st.sampled_from((ControlPlaneError, OSError))),),
+    *(
+        st.builds(kind, TEXTS, NODES, status=st.integers(-9, 9))
+        for kind in (TrainerFailed, TrainerStopped)
+    ),
 )
 
 
 def own(rank: int, node: str = "") -> Failure:
     """One error of the training command, as ranks meet it."""
-    return Failure(f"rank {rank} exited with 1", "a trainer exited with 1", node, training=True)
+    return TrainerFailed(f"rank {rank} exited with 1", node, status=1)
 
 
 def starts(failures: list[Failure]) -> int:
@@ -47,7 +55,7 @@ def test_no_sequence_without_progress_leads_to_more_starts_than_stated(data: st.
     """Whatever fails, wherever, whatever spares and other states there are."""
     budget = RestartBudget()
     for count in range(1, 100):
-        failure = replace(data.draw(FAILURES), text=f"world w{count}", cause=f"{count}")
+        failure: Failure = TrainerStopped(f"world w{count}", status=count)
         if data.draw(st.booleans()):
             failure = data.draw(FAILURES)
         if data.draw(st.booleans()):
@@ -76,12 +84,12 @@ def test_a_failure_before_any_commit_says_so() -> None:
 
 def test_a_failure_that_no_start_can_cure_stops_the_job_at_once() -> None:
     with pytest.raises(RestartBudgetError, match="no such file; another start"):
-        RestartBudget().after(Failure("no such file", "start", final=True), 5)
+        RestartBudget().after(TrainerFailed("no such file", final=True, status=2), 5)
 
 
 def test_what_comes_from_outside_is_counted_on_each_node_and_in_all() -> None:
     def killed(node: str) -> Failure:
-        return Failure(f"a rank of {node} was killed", "a trainer was killed by signal 9", node)
+        return TrainerStopped(f"a rank of {node} was killed", node, status=-9)
 
     assert starts([killed("n1")] * 9) == 3
     assert starts([killed(f"n{i}") for i in range(30)]) == 20

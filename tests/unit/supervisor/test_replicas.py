@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
+from megatron_ft.supervisor.ends import ReplicasDiffer
 from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.failures import Failure
 from megatron_ft.supervisor.replicas import ReplicaComparison, ReplicaWatch, odd_shards
 from tests.protocol.model.memory import record_of
 from tests.support.cycle_driver import PLACES, Driver, to_all
@@ -132,7 +132,7 @@ class Watched:
         found = reports(*values)
         return self.watch.judge(PLACES, SnapshotId(7, sequence), 10 * sequence, found)
 
-    def undo(self, *sequences: int) -> tuple[int, Failure]:
+    def undo(self, *sequences: int) -> tuple[int, ReplicasDiffer]:
         return self.watch.undo([(SnapshotId(7, s), 10 * s) for s in sequences])
 
 
@@ -147,7 +147,7 @@ def test_a_difference_ends_the_incarnation_and_names_the_node() -> None:
     assert watched.watch.differ.is_set()
     before, failure = watched.undo(1)
     assert before == 11 and not watched.watch.differ.is_set()
-    assert (failure.place, failure.proven, failure.training) == ("n2", True, False)
+    assert (failure.node, failure.training) == ("n2", False)
 
 
 def test_a_snapshot_behind_the_verdict_of_its_incarnation_gets_none() -> None:
@@ -165,7 +165,7 @@ def test_where_nobody_is_the_odd_one_no_node_is_blamed() -> None:
     watched.judge(1, "a", "a", "a")
     watched.judge(2, "a", "b", "c")
     _, failure = watched.undo(1)
-    assert (failure.place, failure.proven) == ("", False)
+    assert failure.node == ""
 
 
 @pytest.mark.parametrize(

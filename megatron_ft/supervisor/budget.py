@@ -1,44 +1,13 @@
-"""Failures of a job, and the budget of restarts: a pure decision."""
+"""The budget of restarts: a pure decision over the failures of a job."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from megatron_ft.core.errors import RestartBudgetError
-from megatron_ft.core.startup import UNAVAILABLE
+from megatron_ft.supervisor.ends import Failure
 
 _DOUBLINGS_LIMIT = 30
-
-RERUN_CODES = (16, 17)
-"""Exit codes of Megatron's rerun machine for a doubtful result; the snapshot is not at fault."""
-
-NEVER_STARTED = (2, 126, 127, UNAVAILABLE)
-"""Exit codes of a command that could not be started: of Python without its script or after wrong
-flags (argparse), of a shell without the program, and of a script that cannot be imported."""
-
-NODE_LOST = "a node was lost"
-"""The cause of failures that a node's loss has led to."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """End of an incarnation.
-
-    ``text`` is for people.  ``cause`` names the class of the failure: the same words on
-    whatever rank or node and in whatever iteration it happens.  ``place`` is the node that is
-    implicated, empty if none is.  ``training`` says that the training command itself failed:
-    not a node, nor somebody who killed it.  ``asked`` that the user wanted the incarnation to
-    end, ``final`` that another start would meet the same failure, ``proven`` that ``place`` is at
-    fault beyond doubt.
-    """
-
-    text: str
-    cause: str = ""
-    place: str = ""
-    training: bool = False
-    asked: bool = False
-    final: bool = False
-    proven: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,9 +42,9 @@ class RestartBudget:
             raise RestartBudgetError(f"{failure.text}; another start would meet the same failure")
         if now.restarts_without_progress >= self.total_limit:
             raise RestartBudgetError(now._explain(failure, now.restarts_without_progress))
-        same = [one for one in now.failures if one.cause == failure.cause]
+        same = [one for one in now.failures if failure.is_like(one)]
         if not failure.training:
-            same = [one for one in same if failure.place and one.place == failure.place]
+            same = [one for one in same if failure.node and one.node == failure.node]
         if len(same) >= self.same_failure_limit:
             raise RestartBudgetError(now._explain(failure, len(same)))
         return now
@@ -120,7 +89,7 @@ class RestartBudget:
         newest = f"iteration {self.highest_iteration} is the newest commit"
         reached = newest if self.highest_iteration >= 0 else "nothing committed"
         before = f" (the first: {self.first})" if self.first != failure.text else ""
-        place = f" on node {failure.place}" if failure.place else ""
+        place = f" on node {failure.node}" if failure.node else ""
         return (
             f"{count} failures without progress ({reached}), the last{place}: {failure.text}"
             f"{before}; "
