@@ -190,7 +190,6 @@ class Arena:
         return binary.unpack_slot(self._read_required(self._slot_place(slot), f"slot {slot}"))
 
     def write_slot(self, slot: int, header: SlotHeader) -> None:
-        """Replace one slot's header."""
         self._write(self._slot_place(slot), binary.pack_slot(header))
 
     def mend_records(
@@ -235,7 +234,6 @@ class Arena:
         return None if damaged else permit
 
     def write_permit(self, permit: Permit | None) -> None:
-        """Grant, revoke or withdraw."""
         self._write(_PERMIT_PLACE, binary.pack_permit(permit))
 
     def progress(self) -> int:
@@ -244,16 +242,14 @@ class Arena:
         return NO_PROGRESS if raw is None else binary.unpack_progress(raw)
 
     def write_progress(self, iteration: int) -> None:
-        """Publish the last finished iteration."""
         self._write(_PROGRESS_PLACE, binary.pack_progress(iteration))
 
     def data(self, slot: int, writable: bool = False) -> NDArray[np.uint8]:
-        """The slot's data region, ``geometry.data_bytes`` long; the address stays the same."""
+        """The slot's data region; its address stays the same."""
         at = self._geometry.data_offset(slot)
         return self._view(np.uint8, at, self._geometry.data_bytes, writable)
 
     def parity(self, slot: int, writable: bool = False) -> NDArray[np.uint8]:
-        """The slot's parity region, ``geometry.parity_bytes`` long."""
         at = self._geometry.parity_offset(slot)
         return self._view(np.uint8, at, self._geometry.parity_bytes, writable)
 

@@ -174,7 +174,6 @@ def unpack_header(raw: bytes) -> ArenaHeader:
 
 
 def pack_slot(header: SlotHeader) -> bytes:
-    """One slot header."""
     return _pack(header)
 
 
@@ -196,7 +195,6 @@ def unpack_permit(raw: bytes) -> Permit | None:
 
 
 def pack_progress(iteration: int) -> bytes:
-    """The last finished iteration."""
     return _pack(iteration)
 
 

@@ -108,7 +108,6 @@ class Geometry:
 
     @property
     def parity_blocks(self) -> int:
-        """Entries of one slot's parity digest table."""
         return -(-self.parity_bytes // self.block_bytes)
 
     @property
@@ -123,23 +122,18 @@ class Geometry:
 
     @property
     def file_bytes(self) -> int:
-        """Length of the whole file."""
         return self.control_bytes + self.slot_count * self.slot_span
 
     def slot_header_offset(self, slot: int) -> int:
-        """Offset of the two copies of a slot's header."""
         return SLOT_HEADERS_OFFSET + self._checked(slot) * 2 * SLOT_COPY_BYTES
 
     def data_offset(self, slot: int) -> int:
-        """Offset of a slot's data region."""
         return self.control_bytes + self._checked(slot) * self.slot_span
 
     def parity_offset(self, slot: int) -> int:
-        """Offset of a slot's parity region."""
         return self.data_offset(slot) + round_up(self.data_bytes, PAGE_BYTES)
 
     def parity_digest_offset(self, slot: int) -> int:
-        """Offset of the digests of a slot's parity blocks."""
         return self.data_offset(slot) + self._parity_digest_start
 
     @property

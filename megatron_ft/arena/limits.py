@@ -113,7 +113,6 @@ def check_memory(
 def shortage_message(
     directory: Path, need_bytes: int, arithmetic: str, short: MemoryReading
 ) -> str:
-    """Message: the missing memory, the limit that refuses it, and the remedies."""
     return (
         f"no memory for an arena in {directory}: it needs {format_bytes(need_bytes)} "
         f"({need_bytes} bytes: {arithmetic}), but {short.limit} leaves "

@@ -53,7 +53,6 @@ def map_file(
 
 
 def address_of(array: MappedBytes) -> int:
-    """Address of the array's first byte."""
     return ctypes.addressof(array)
 
 

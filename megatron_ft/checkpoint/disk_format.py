@@ -101,7 +101,6 @@ class DiskCalls:
         return os.write(descriptor, data)
 
     def sync(self, descriptor: int) -> None:
-        """Put all that was written to the file on the disk."""
         os.fsync(descriptor)
 
     def rename(self, old: Path, new: Path) -> None:
@@ -109,7 +108,6 @@ class DiskCalls:
         os.rename(old, new)
 
     def sync_folder(self, folder: Path) -> None:
-        """Put all names in the folder on the disk."""
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -117,11 +115,9 @@ class DiskCalls:
             os.close(descriptor)
 
     def remove(self, path: Path) -> None:
-        """Remove a file's name."""
         os.unlink(path)
 
     def remove_folder(self, folder: Path) -> None:
-        """Remove an empty folder."""
         os.rmdir(folder)
 
 

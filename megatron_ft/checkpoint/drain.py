@@ -207,12 +207,10 @@ class DrainPlan(ProcessPlan, frozen=True):
 
     @property
     def folder(self) -> Path:
-        """The checkpoint's folder."""
         return self.directory / folder_name(self.job, self.iteration, self.snapshot)
 
     @property
     def info(self) -> SnapshotInfo:
-        """The snapshot as it is in memory."""
         return SnapshotInfo(self.snapshot, self.iteration, self.level)
 
 

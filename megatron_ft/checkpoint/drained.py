@@ -163,13 +163,11 @@ class CheckpointSource:
         return str(self._directory)
 
     def snapshots(self) -> list[SnapshotInfo]:
-        """See SnapshotSource."""
         newest = sorted(self._found.items(), reverse=True, key=lambda item: item[0])
         return [SnapshotInfo(one, held.manifest.iteration, LEVEL) for one, held in newest]
 
     @contextmanager
     def open(self, info: SnapshotInfo) -> Iterator[OpenSnapshot]:
-        """See SnapshotSource."""
         one = self._found[info.snapshot]
         manifest = one.manifest
         shards = {shard: open_bytes(one.folder, shard, manifest) for shard in manifest.shards}
@@ -177,7 +175,6 @@ class CheckpointSource:
 
     @contextmanager
     def open_parts(self, info: SnapshotInfo) -> Iterator[dict[str, ShardParts]]:
-        """See SnapshotSource."""
         one = self._found[info.snapshot]
         with ExitStack() as opened:
             shards = {}

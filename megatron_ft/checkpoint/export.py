@@ -113,7 +113,6 @@ class CheckpointForm(msgspec.Struct, frozen=True, kw_only=True):
     version: int = FORM_VERSION
 
     def to_bytes(self) -> bytes:
-        """MessagePack."""
         return msgspec.msgpack.encode(self)
 
     @classmethod

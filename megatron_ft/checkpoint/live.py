@@ -223,7 +223,6 @@ class LiveSource:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """See SnapshotSource."""
         return self._problems
 
     def snapshots(self) -> list[SnapshotInfo]:
@@ -234,13 +233,11 @@ class LiveSource:
 
     @contextmanager
     def open(self, info: SnapshotInfo) -> Iterator[OpenSnapshot]:
-        """See SnapshotSource."""
         with self._pinned(info) as (memory, shards), hold(memory, info, shards) as opened:
             yield opened
 
     @contextmanager
     def open_parts(self, info: SnapshotInfo) -> Iterator[dict[str, ShardParts]]:
-        """See SnapshotSource."""
         with self._pinned(info) as (memory, shards), hold_parts(memory, info, shards) as opened:
             yield opened
 
@@ -252,7 +249,6 @@ class LiveSource:
 
 
 def _folders_of(memory: Memory) -> list[Path]:
-    """The folders of the nodes that own arenas."""
     nodes = {holding.node for holding in memory.holdings.values()}
     return [memory.folders[node] for node in sorted(nodes)]
 

@@ -263,12 +263,10 @@ class ProcessPlan(msgspec.Struct, frozen=True):
     """Work of a short-lived process: its only argument, as JSON."""
 
     def to_json(self) -> str:
-        """The process's argument."""
         return msgspec.json.encode(self, enc_hook=str).decode()
 
     @classmethod
     def from_json(cls: type[PlanT], text: str) -> PlanT:
-        """The plan back."""
         return msgspec.json.decode(text, type=cls, dec_hook=lambda kind, value: kind(value))
 
 

@@ -22,14 +22,12 @@ _LAST_EVENTS = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``megatron-ft autopsy``."""
     parser.add_argument("number", nargs="?", type=int, help="of the failure (default: the newest)")
     add_job(parser)
     parser.add_argument("--json", action="store_true", help="print verdict and evidence as JSON")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print one failure."""
     folder = state_folder(arguments.job, arguments.state_dir) / FOLDER
     known = numbers_in(folder)
     number = known[-1] if arguments.number is None and known else arguments.number
@@ -49,7 +47,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def page(kept: Kept, folder: Path) -> Iterator[str]:
-    """One failure for people."""
     verdict, evidence = kept.verdict, kept.evidence
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(evidence.time))
     yield f"failure {folder.name} at {moment}, in incarnation {evidence.incarnation}"

@@ -32,7 +32,6 @@ EXIT_CODES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``megatron-ft cat``."""
     parser.add_argument(
         "tensor", nargs="?", metavar="TENSOR", help="one of them (default: list all)"
     )
@@ -41,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """List tensors, or show or write one."""
     # torch takes a second to import, and wrong arguments are refused before.
     if arguments.to is not None and arguments.tensor is None:
         raise ConfigError("--to needs the name of a tensor; without one all names are listed")

@@ -41,7 +41,6 @@ class JobFolder:
 
     @property
     def job(self) -> str:
-        """The job's name."""
         return self.path.name
 
     def nodes(self) -> list[Path]:
@@ -55,7 +54,6 @@ class JobFolder:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``megatron-ft clean``."""
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--job", help="remove this job only")
     which.add_argument(
@@ -66,7 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command; see EXIT_CODES."""
     root = common.root_of(arguments)
     folders = find_jobs(root)
     if arguments.job is not None:

@@ -62,7 +62,6 @@ _THE_JOB = "the only one here"
 
 
 def add_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--arena-dir``."""
     parser.add_argument(
         "--arena-dir",
         type=Path,
@@ -80,7 +79,6 @@ def root_of(arguments: argparse.Namespace) -> Path:
 
 
 def add_job_name(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--job``, for commands that are about one job."""
     parser.add_argument("--job", help=f"name of the job (default: {_THE_JOB})")
     parser.set_defaults(job_of=the_job)
 

@@ -16,12 +16,10 @@ from megatron_ft.cli.main import COMMANDS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``megatron-ft completion``."""
     parser.add_argument("shell", choices=("bash", "zsh"), help="the shell")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the script of the shell, made from all parsers."""
     import shtab
 
     parser = argparse.ArgumentParser(prog="megatron-ft")

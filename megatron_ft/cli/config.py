@@ -20,7 +20,6 @@ from megatron_ft.config.json_section import read_command as read_section
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``megatron-ft run``, and one more."""
     parser.add_argument("--json", action="store_true", help="print the settings as JSON")
     run.add_arguments(parser)
 

@@ -27,7 +27,6 @@ from megatron_ft.supervisor.job_state import known_shards
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``megatron-ft drain``."""
     common.add_job_name(parser)
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to write")
     parser.add_argument("--iteration", type=int, help="this one instead of the newest")
@@ -41,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Drain once; prints the folder."""
     source, seats = common.open_memory(arguments), known_shards(arguments.job, arguments.state_dir)
     started = time.monotonic()
     with open_newest(source, arguments.iteration) as shards:

@@ -32,7 +32,6 @@ LOOK_SECONDS = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``megatron-ft evacuate``."""
     parser.add_argument("node", metavar="NODE", help="its name, as `megatron-ft status` shows it")
     common.add_job_name(parser)
     parser.add_argument(

@@ -31,7 +31,6 @@ EXIT_CODES: Mapping[int, str] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``megatron-ft export``."""
     common.add_source(parser)
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to write")
     parser.add_argument(
@@ -49,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Export one snapshot; prints the folder."""
     started = time.monotonic()
     for module in arguments.modules:
         _import(module)

@@ -24,12 +24,10 @@ SHARED = "share/megatron-ft/"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``megatron-ft init``."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="made if it is not there")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Copy the files and say what to do with them."""
     folder: Path = arguments.folder.absolute()
     files = shipped()
     if there := sorted(name for name in files if (folder / name).exists()):

@@ -18,7 +18,6 @@ from megatron_ft.supervisor.ledger import CATEGORIES, Incident, Ledger, ledger
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``megatron-ft ledger``."""
     add_job(parser)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
@@ -38,7 +37,6 @@ def events_of(arguments: argparse.Namespace) -> Sequence[RecordedEvent]:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the ledger of the newest job of that name."""
     events = events_of(arguments)
     found = ledger(events)
     if arguments.json:
@@ -53,7 +51,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def lines(job: str, found: Ledger) -> Iterator[str]:
-    """The sums of a ledger for people."""
     count = len({span.incarnation for span in found.spans if span.incarnation})
     yield (
         f"{job}: {found.wall:.1f} s, incarnations: {count}, incidents: {len(found.incidents)}, "

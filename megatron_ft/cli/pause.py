@@ -14,7 +14,6 @@ from megatron_ft.rpc.local_query import ask, sockets
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``megatron-ft pause`` and ``megatron-ft resume``."""
     common.add_job_name(parser)
     common.add_folders(parser)
 

@@ -27,7 +27,6 @@ from megatron_ft.supervisor.job_state import (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``megatron-ft rewind``."""
     common.add_job_name(parser)
     parser.add_argument(
         "--before-iteration", type=int, required=True, metavar="N", help="the first to give up"

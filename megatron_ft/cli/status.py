@@ -32,14 +32,12 @@ SEVERAL = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``megatron-ft status``."""
     parser.add_argument("--job", default=None, help="name of the job (default: every job here)")
     common.add_folders(parser)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the status of every job found."""
     jobs = collect(common.root_of(arguments), arguments.job)
     for name, entry in recorded(arguments.job, arguments.state_dir):
         if not jobs.get(name, {}).get("supervised"):
@@ -128,7 +126,6 @@ def _shard(arena: m.ArenaReport, progress: dict[str, int]) -> dict[str, Any]:
 
 
 def render(name: str, job: dict[str, Any]) -> str:
-    """One job as text."""
     lines = [f"job {name}: {_headline(job)}"]
     if job["nodes"]:
         lines.append(f"{'node':10} {'shard':20} {'iteration':>9}  {'slots':44} {'arena':>9}")
@@ -216,7 +213,6 @@ def _exposure_lines(summary: dict[str, Any]) -> Iterator[str]:
 
 
 def describe(cost: dict[str, Any]) -> str:
-    """A cost for people."""
     if not cost["source"]:
         return "nothing that this job keeps; at most a checkpoint of the framework's own"
     disk = "disk, " if cost["source"] == "disk" else ""

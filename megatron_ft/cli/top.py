@@ -26,7 +26,6 @@ _BACK = ("KEY_LEFT", "KEY_BACKSPACE", "\x1b", "\n")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``megatron-ft top``."""
     common.add_job(parser)
 
 

@@ -32,7 +32,6 @@ LOOK_SECONDS = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``megatron-ft verify``."""
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("directory", nargs="?", type=Path, metavar="DIR", help="on disk")
     which.add_argument("--job", help="in the memory of this job")
@@ -41,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Verify and report; see EXIT_CODES."""
     found = _found(arguments)
     print(json.dumps(found, indent=1) if arguments.json else render(found))
     if not any(not entry["problem"] for entry in found["snapshots"]):
@@ -97,7 +95,6 @@ def _no_longer_listed(source: SnapshotSource, entries: Sequence[Mapping[str, Any
 
 
 def render(found: dict[str, Any]) -> str:
-    """The result as text."""
     lines = [found["source"]]
     for entry in found["snapshots"]:
         what = f"iteration {entry['iteration']}, snapshot {entry['snapshot']} ({entry['level']})"

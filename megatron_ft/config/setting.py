@@ -111,7 +111,6 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        """The environment variable."""
         return ENVIRONMENT_PREFIX + self.name.upper()
 
     @property
@@ -121,7 +120,6 @@ class Setting:
 
     @property
     def shown_default(self) -> str:
-        """The default for help texts."""
         return "none" if self.default is None else str(self.default)
 
     def parse(self, value: Any, label: str) -> Any:

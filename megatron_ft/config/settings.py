@@ -339,7 +339,6 @@ class Source:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The values that are given, without the others."""
         return {n: v for n, v in self.values.items() if v is not None and v != ""}
 
 

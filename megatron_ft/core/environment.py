@@ -65,11 +65,9 @@ class ProcessEnvironment:
 
     @property
     def socket(self) -> Path:
-        """Path of the SMP's Unix socket on this node."""
         return self.node_dir / SOCKET_NAME
 
     def variables(self) -> dict[str, str]:
-        """The environment variables that carry this to a child."""
         return {
             JOB: self.job,
             NODE: self.node,
@@ -91,7 +89,6 @@ class ProcessEnvironment:
 
 
 def start_kind() -> StartKind:
-    """How this trainer came up."""
     given = os.environ.get(START)
     return next((kind for kind in STARTS if kind == given), "cold")
 

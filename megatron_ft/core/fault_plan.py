@@ -57,7 +57,6 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, folder: Path) -> FaultPlan:
-        """The plan in a job's folder."""
         return msgspec.json.decode((folder / PLAN_NAME).read_bytes(), type=cls)
 
 
@@ -85,7 +84,6 @@ class ArmedPlan:
         return fault.node in ("", self._node) and fault.rank in (-1, self._rank)
 
     def __call__(self, point: str) -> None:
-        """Note that this process is at ``point``."""
         for fault in self._faults:
             if fault.point == point and (self._folder / ARMED_NAME).exists():
                 self._counts[fault.name] += 1
@@ -117,7 +115,6 @@ def arm(folder: str) -> Callable[[str], None]:
 
 
 def _inflict(fault: PointFault) -> None:
-    """Have this process do ``fault.action`` to itself."""
     if fault.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.action == "stop":

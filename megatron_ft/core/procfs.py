@@ -179,7 +179,6 @@ def kill_matching(
 
 
 def close_all(pidfds: dict[int, int]) -> None:
-    """Close the descriptors that ``signal_matching`` returned."""
     for pidfd in pidfds.values():
         os.close(pidfd)
 

@@ -28,7 +28,6 @@ class Scheme:
     parity_members: int
 
     def __post_init__(self) -> None:
-        """Refuse what no codec can do."""
         problem = _problem(self)
         if problem:
             raise ConfigError(f"redundancy scheme {self}: {problem}")

@@ -170,7 +170,6 @@ class ShardLayout(msgspec.Struct, frozen=True, array_like=True):
         return hashlib.blake2b(self.to_bytes(), digest_size=32).digest()
 
     def by_name(self) -> dict[str, LayoutEntry]:
-        """The entries by tensor name."""
         return {entry.name: entry for entry in self.entries}
 
 

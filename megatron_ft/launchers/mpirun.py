@@ -56,7 +56,6 @@ class MpiLauncher:
 
     @property
     def major(self) -> int:
-        """First number of the version."""
         return int(self.version.split(".", 1)[0])
 
 

@@ -85,12 +85,10 @@ class LocalProcess:
 
     @property
     def pid(self) -> int:
-        """Process number."""
         return self._pid
 
     @property
     def node(self) -> str:
-        """The node that it was started on."""
         return self._node
 
     @property
@@ -99,7 +97,6 @@ class LocalProcess:
         return self._stat.start_time
 
     def alive(self) -> bool:
-        """True if it still runs."""
         with self._lock:
             if self._exit is None and procfs.ended(self._pidfd):
                 self._reap()
@@ -137,7 +134,6 @@ class LocalProcess:
                 os.killpg(self._pid, signal.SIGKILL)
 
     def __repr__(self) -> str:
-        """Number, node and state."""
         state = "running" if self._exit is None else f"ended with {self._exit}"
         return f"<process {self._pid} on {self._node or 'no node'}, {state}>"
 

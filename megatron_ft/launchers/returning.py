@@ -26,5 +26,4 @@ class ReturningHosts:
         self._away = [node for node in self._away if node not in back]
         return back
 
-    def withdraw(self) -> None:
-        """Wait no longer."""
+    def withdraw(self) -> None: ...

@@ -73,7 +73,6 @@ class VirtualCluster(Launcher):
         return list(self._names)
 
     def reachable(self, node: str) -> bool:
-        """True if the node is not lost."""
         return not self._tombstone(node).exists()
 
     def gone(self, node: str) -> bool:
@@ -81,7 +80,6 @@ class VirtualCluster(Launcher):
         return not self.reachable(node)
 
     def address(self, node: str) -> str:
-        """The loopback address."""
         return "127.0.0.1"
 
     def devices(self, index: int, ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
@@ -107,7 +105,6 @@ class VirtualCluster(Launcher):
         log_path: Path,
         stdin: bytes | None = None,
     ) -> LocalProcess:
-        """Start a process on a node; see Launcher."""
         self._require([node])
         _make_private(self.node_dir(node))
         process = self.process_kind.spawn(node, argv, self._marked(node, env), log_path, stdin)
@@ -115,7 +112,6 @@ class VirtualCluster(Launcher):
         return process
 
     def attach(self, node: str, pid: int, start_time: int | None = None) -> LocalProcess:
-        """Take over a running process of this job and node; see Launcher."""
         self._require([node])
         process = self.process_kind.attach(node, pid, start_time)
         if not self._is_of(pid, node):
@@ -126,11 +122,9 @@ class VirtualCluster(Launcher):
         return process
 
     def check_world(self, ranks: int) -> None:
-        """Start a world that counts itself; see Launcher."""
         probe_world(self.mpi(), ranks, os.environ)
 
     def start_world(self, placements: Sequence[Placement], log_path: Path) -> WorldProcess:
-        """Start an MPI world over the nodes of ``placements``; see Launcher."""
         world = super().start_world(placements, log_path)
         self._end_if_lost([Placement(*placement).node for placement in placements], world)
         return world

@@ -101,13 +101,11 @@ class WorldProcess(LocalProcess):
         return cls(child, job, world, scratch, spread)
 
     async def wait(self) -> int:
-        """Exit status of the MPI launcher, once all ranks are dead too."""
         status = await super().wait()
         await asyncio.to_thread(self._clear)
         return status
 
     def join(self, timeout_seconds: float) -> int:
-        """Do as ``wait`` without an event loop."""
         status = super().join(timeout_seconds)
         self._clear()
         return status

@@ -33,7 +33,6 @@ class ControlServer:
         self._busy = asyncio.Lock()
 
     async def serve(self) -> None:
-        """Answer until cancelled."""
         await self._server.serve(self._handle)
 
     async def _handle(self, peer: Peer, request: Any) -> m.Message | None:
@@ -52,7 +51,6 @@ class ControlServer:
         await self._server.send(peer, answer)
 
     async def decide(self, identity: bytes, request: Any) -> m.Message:
-        """Answer one request of the peer with this identity."""
         service = self._service
         if isinstance(request, m.Admit):
             return await self._admit(identity, request)
@@ -118,7 +116,6 @@ class ControlServer:
             service.store.enter(arena, service.machine)
 
     async def _arenas_ready(self, request: m.ArenasReady) -> None:
-        """Answer the trainers that wait for their arenas."""
         service = self._service
         waiting, service.preparing = service.preparing, {}
         for shard_id, identity in waiting.items():

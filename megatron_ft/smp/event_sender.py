@@ -59,7 +59,6 @@ class EventBatch:
         return self.take() if self._beats >= MOST_WAITED else []
 
     def take(self) -> list[Any]:
-        """All that waits."""
         taken, self.waiting, self._beats = self.waiting, [], 0
         return taken
 

@@ -60,7 +60,6 @@ class LocalServer:
         self._inode = self._path.lstat().st_ino
 
     async def serve(self) -> None:
-        """Answer until cancelled."""
         await self._server.serve(self._handle)
 
     async def _handle(self, peer: Peer, message: Any) -> m.Message | None:

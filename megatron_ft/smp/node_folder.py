@@ -171,17 +171,14 @@ class NodeFolder:
         self._lock = lock_folder(directory, self._job, send_away=send_away)
 
     def in_place(self) -> bool:
-        """True if folder and lock are still in place."""
         return self._lock is not None and is_at(self._lock, self.directory)
 
     def close(self) -> None:
-        """Let the lock go."""
         if self._lock is not None:
             self._lock.close()
 
 
 def write_pid(directory: Path) -> None:
-    """Say which process the SMP of this folder is."""
     private_files.rewrite_file(directory / PID_NAME, str(os.getpid()).encode())
 
 

@@ -117,11 +117,9 @@ class Writers:
         self._gone: dict[WriterProcess, asyncio.Event] = {}
 
     def all(self) -> list[WriterProcess]:
-        """The writers that are alive."""
         return list(self._pidfds)
 
     def find(self, role: str, who: str) -> WriterProcess | None:
-        """The live writer with this role and name."""
         return next((w for w in self._pidfds if (w.role, w.who) == (role, who)), None)
 
     def add(self, role: str, who: str, pid: int, identity: bytes) -> WriterProcess:
@@ -232,7 +230,6 @@ class Writers:
             ) from error
 
     def save(self) -> None:
-        """Rewrite the stored list."""
         private_files.rewrite_file(self._path, msgspec.json.encode(list(self._pidfds)))
 
 

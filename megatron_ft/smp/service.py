@@ -326,7 +326,6 @@ class SmpService:
             self.store.mend(self.machine)
 
     def count_scrub(self, **more: int) -> None:
-        """Add to what the scrub has done."""
         changed = {name: getattr(self.scrub_counts, name) + n for name, n in more.items()}
         self.scrub_counts = msgspec.structs.replace(self.scrub_counts, **changed)
 

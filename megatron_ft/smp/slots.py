@@ -66,7 +66,6 @@ class ShardSlots:
         self.made = len(self.slots)
 
     def find(self, snapshot: SnapshotId) -> int | None:
-        """The slot that belongs to ``snapshot``, if one does."""
         for index, slot in enumerate(self.slots):
             if slot.state != SlotState.FREE and slot.snapshot == snapshot:
                 return index
@@ -85,7 +84,6 @@ class ShardSlots:
         return taken
 
     def put(self, index: int, header: SlotHeader) -> None:
-        """Change the header of a slot."""
         self.slots[index] = header
         self.changes.append((index, header))
 

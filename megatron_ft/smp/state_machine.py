@@ -180,7 +180,6 @@ class NodeMachine:
             raise
 
     def _sealed(self, message: m.Sealed) -> None:
-        """The trainer has captured its whole shard, digests included."""
         record = message.record
         if self._slots_of(record.shard_id).seal(record):
             self._report(message)
@@ -206,7 +205,6 @@ class NodeMachine:
         self._order(m.EncodeOrder, message)
 
     def _encoded(self, message: m.Encoded) -> None:
-        """The parity of one member is complete."""
         self._check_world(message.world)
         slots = self._slots_of(message.shard_id)
         slots.protect(message.snapshot, message.parity_root, message.stripe_table)
@@ -280,7 +278,6 @@ class NodeMachine:
         self._order(m.RebuildOrder, message)
 
     def _rebuilt(self, message: m.Rebuilt) -> None:
-        """A lost member is here again, its digests proven."""
         self._check_world(message.world)
         slots = self._slots_of(message.shard_id)
         slots.rebuilt(message.record, message.parity_root, message.stripe_table)

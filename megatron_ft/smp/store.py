@@ -320,7 +320,6 @@ class ArenaStore:
         return self.arenas.pop(shard_id)
 
     def apply(self, effect: StoreSlot | StorePermit) -> None:
-        """Write one header or permit."""
         arena = self.arenas[effect.shard_id]
         if isinstance(effect, StorePermit):
             self._permits[effect.shard_id] = effect.permit

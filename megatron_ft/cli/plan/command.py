@@ -60,7 +60,6 @@ _COUNTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``megatron-ft plan``."""
     add, positive = parser.add_argument, _number(float, 0, above=True)
     size = parser.add_mutually_exclusive_group(required=True).add_argument
     size("--parameters", type=positive, help="parameters of the model, for example 70e9")
@@ -158,7 +157,6 @@ def _history(arguments: argparse.Namespace) -> sources.History:
 
 
 def planned_job(given: argparse.Namespace, history: sources.History) -> PlannedJob:
-    """The job of these flags."""
     each = PRECISIONS[given.precision] + OPTIMIZERS[given.optimizer]
     ranks = given.nodes * given.ranks_per_node
     size = GIB * given.shard_gib if given.shard_gib else each * given.parameters / ranks
@@ -214,7 +212,6 @@ def as_dict(report: Report) -> dict[str, Any]:
 
 
 def lines(report: Report) -> Iterator[str]:
-    """The plan for people."""
     one, job, found = report.chosen, report.chosen.job, as_dict(report)
     yield (
         f"{_gib(job.shard_bytes)} of state a rank, {job.ranks_per_node} ranks on each of "

@@ -100,7 +100,6 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """True if the arenas fit."""
         return self.node_bytes <= self.job.host_bytes
 
     @property

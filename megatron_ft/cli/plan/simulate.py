@@ -37,7 +37,6 @@ def strikes(forecast: Forecast, chance: random.Random) -> Iterator[Strike]:
 
 
 def simulate(forecast: Forecast, failures: Iterable[Strike]) -> SimulatedRun:
-    """One run of ``job.run`` seconds with these failures, in the order of their times."""
     run = _Run(forecast)
     for strike in failures:
         if strike.at >= forecast.job.run:

@@ -51,7 +51,6 @@ class Axis:
     wall: float
 
     def x(self, seconds: float) -> float:
-        """The place of a moment."""
         return LEFT + min(max(seconds / self.wall, 0.0), 1.0) * (WIDTH - LEFT - RIGHT)
 
     def ticks(self, height: float) -> Iterator[str]:

@@ -18,7 +18,6 @@ from megatron_ft.supervisor.event_log import RecordedEvent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``megatron-ft report``."""
     add_job(parser)
     parser.add_argument(
         "--output",
@@ -30,12 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the report on the newest job of that name."""
     write_report(arguments.output, arguments.job, events_of(arguments))
     say(f"megatron-ft: the report is {arguments.output}")
     return 0
 
 
 def write_report(path: Path, job: str, events: Sequence[RecordedEvent]) -> None:
-    """Write the report to a file, which is whole at every moment."""
     replace_output(path, page(job, events, time.time()))

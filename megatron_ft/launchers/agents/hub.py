@@ -46,12 +46,10 @@ class AgentProcess:
 
     @property
     def pid(self) -> int:
-        """Process number on its node."""
         return self.begun.result(0).pid
 
     @property
     def node(self) -> str:
-        """The node that it runs on."""
         return self._node
 
     @property

@@ -50,7 +50,6 @@ class AgentLauncher(Launcher):
         return self._meeting.with_name(f"smp-{node}.json")
 
     def address(self, node: str) -> str:
-        """The address by which the node reaches the supervisor; see Launcher."""
         seat = self.hub.seats.get(node)
         if seat is None:
             raise NodeUnreachable(f"no agent on node {node} has ever answered")
@@ -64,14 +63,12 @@ class AgentLauncher(Launcher):
         log_path: Path,
         stdin: bytes | None = None,
     ) -> AgentProcess:
-        """Have a node's agent start a process; see Launcher."""
         log = carried(str(log_path.absolute()))
         given = {carried(n): carried(v) for n, v in self._marked(node, env).items()}
         words = tuple(carried(str(word)) for word in argv)
         return self.hub.begin(node, lambda name: m.StartProcess(name, words, given, log, stdin))
 
     def attach(self, node: str, pid: int, start_time: int | None = None) -> AgentProcess:
-        """Take over a process that an agent of this node started; see Launcher."""
         return self.hub.begin(node, lambda name: m.AttachProcess(name, self.job, pid, start_time))
 
     def clean(self) -> None:

@@ -45,7 +45,6 @@ class Meeting(msgspec.Struct, frozen=True):
 
     @property
     def host(self) -> str:
-        """The supervisor's address."""
         return self.endpoint.removeprefix("tcp://").rpartition(":")[0]
 
     def write(self, file: Path) -> None:

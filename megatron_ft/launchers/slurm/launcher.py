@@ -227,7 +227,6 @@ class SlurmLauncher(Launcher):
         return self.allocation.draining()
 
     def drain_command(self, node: str, reason: str) -> str:
-        """See Launcher; Slurm shows the reason to its users."""
         words = ["scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}"]
         return shlex.join(words)
 
@@ -236,7 +235,6 @@ class SlurmLauncher(Launcher):
         return self._shared / f"smp-{node}.json"
 
     def address(self, node: str) -> str:
-        """Slurm's NodeAddr as a number."""
         return self.allocation.address(node)
 
     def start(
@@ -247,10 +245,6 @@ class SlurmLauncher(Launcher):
         log_path: Path,
         stdin: bytes | None = None,
     ) -> StepProcess:
-        """Start a step on a node; see Launcher.
-
-        That its program cannot be started is its exit status, with the reason in its log.
-        """
         self._require([node])
         given, log = self._marked(node, env), log_path.absolute()
         job_id = self.allocation.job_of(node)
@@ -259,7 +253,6 @@ class SlurmLauncher(Launcher):
         return StepProcess(self.allocation, node, child.pid, child)
 
     def attach(self, node: str, pid: int, start_time: int | None = None) -> StepProcess:
-        """Take over the step whose srun has this number; see Launcher."""
         self._require([node])
         process = StepProcess(self.allocation, node, pid)
         process.require_start(start_time)
