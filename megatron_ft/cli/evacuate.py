@@ -11,14 +11,15 @@ the job.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_ft.cli import common
+from megatron_ft.cli.status import written
 from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask, sockets
@@ -101,8 +102,9 @@ def _noted(arguments: argparse.Namespace) -> bool:
 
 
 def _move(path: Path, request: m.Evacuate) -> dict[str, Any]:
-    """Entry of this request in the job's summary; {} if there is none yet."""
-    summary = ask(path, m.StatusRequest()).summary
-    moves = json.loads(summary).get("moves", {}) if summary else {}
-    found: dict[str, Any] = moves.get(request.node, {})
+    """Entry of this request in the job's status; {} if there is none yet."""
+    found: dict[str, Any] = {}
+    with suppress(OSError, ValueError, KeyError, UntrustedFileError):
+        file = ask(path, m.StatusRequest()).status_file
+        found = written(Path(file))["summary"]["moves"][request.node]
     return found if found.get("number") == request.number else {}

@@ -1,7 +1,7 @@
 """Show what is protected, and what the loss of any node, or any two, would cost right now.
 
-SMPs of this machine say so.  Where there is none, as on a login node, it is what the job's
-supervisor has written to the state folder.
+SMPs of this machine say what their nodes hold.  The rest is what the job's supervisor last wrote to
+the state folder, on a login node too.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     jobs = collect(common.root_of(arguments), arguments.job)
     for name, entry in recorded(arguments.job, arguments.state_dir):
-        if not jobs.get(name, {}).get("supervised"):
-            jobs[name] = {**entry, "nodes": jobs.get(name, entry)["nodes"]}
+        known = jobs.setdefault(name, entry)
+        if not known["summary"]:
+            supervised = known["supervised"] or entry["supervised"]
+            jobs[name] = {**entry, "nodes": known["nodes"], "supervised": supervised}
     if not jobs:
         raise ControlPlaneError(
             "no SMP runs here, and no supervisor has left a status; is the job running, or "
@@ -57,7 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def collect(root: Path, job: str | None) -> dict[str, dict[str, Any]]:
-    """Job name to its coordinator's summary and to what each node holds."""
+    """Job name to what each node holds, and to the status that its SMPs know a file of."""
     jobs: dict[str, dict[str, Any]] = {}
     for path in sockets(root, job):
         entry = jobs.setdefault(
@@ -69,30 +71,33 @@ def collect(root: Path, job: str | None) -> dict[str, dict[str, Any]]:
             entry["nodes"][path.parent.name] = {"error": str(error)}
             continue
         entry["nodes"][status.node] = _node(status)
-        supervised = bool(status.summary) and status.lease_seconds_left > 0
-        entry["supervised"] = entry["supervised"] or supervised
-        if status.summary:
-            summary = json.loads(status.summary)
-            entry["summary"] = max(entry["summary"], summary, key=_newness)
+        entry["supervised"] = entry["supervised"] or status.lease_seconds_left > 0
+        if "file" not in entry:
+            with suppress(OSError, ValueError, KeyError, UntrustedFileError):
+                found = written(Path(status.status_file))
+                entry |= {**found, "supervised": entry["supervised"] or found["supervised"]}
     return jobs
 
 
-def _newness(summary: dict[str, Any]) -> tuple[int, int]:
-    """Order of the summaries that nodes hold: heartbeats bring each node a new one in its turn."""
-    return summary.get("incarnation", -1), summary.get(m.MADE, 0)
+def written(path: Path) -> dict[str, Any]:
+    """The status in a file, its ``age`` in seconds, and if the job was ``supervised`` until now.
+
+    Raises OSError or UntrustedFileError as private_files does, ValueError or KeyError for others.
+    """
+    found: dict[str, Any] = json.loads(private_files.read_file(path))
+    age = round(time.time() - found["time"], 1)
+    supervised = age < FRESH_SECONDS and not found.get("ended")
+    return {**found, "file": str(path), "age": age, "supervised": supervised}
 
 
 def recorded(job: str | None, state_dir: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """As ``collect``, from what supervisors have written: of ``job``, or of all that run."""
+    """As ``collect``, without nodes: of ``job``, or of all jobs that run."""
     notes = state_folder(job or "any", state_dir)
     for path in [notes / STATUS] if job else sorted(notes.parent.glob(f"*/{STATUS}")):
         with suppress(OSError, ValueError, *(() if job else (UntrustedFileError,))):
-            found = json.loads(private_files.read_file(path))
-            age = time.time() - found["time"]
-            supervised = age < FRESH_SECONDS and not found.get("ended")
-            if job or supervised:
-                entry = {**found, "nodes": {}, "supervised": supervised}
-                yield path.parent.name, {**entry, "file": str(path), "age": round(age, 1)}
+            found = written(path)
+            if job or found["supervised"]:
+                yield path.parent.name, {**found, "nodes": {}}
 
 
 def _node(status: m.Status) -> dict[str, Any]:
@@ -136,9 +141,10 @@ def render(name: str, job: dict[str, Any]) -> str:
             lines.append(f"{node:10} {_without_shard(node, job['summary']):20}")
         else:
             lines += [_shard_line(node, s, v, view) for s, v in view["shards"].items()]
-    if "file" in job and not job["nodes"]:
-        lines.append(f"no SMP of it answers here; its supervisor wrote this {job['age']:.0f} s ago")
     summary = job["summary"]
+    if "file" in job and not (job["nodes"] and job["supervised"]):
+        where = "" if job["nodes"] else "no SMP of it answers here; "
+        lines.append(f"{where}its supervisor wrote this {job['age']:.0f} s ago")
     lines += _exposure_lines(summary)
     if late := summary.get("unregistered"):
         lines.append(late)
@@ -248,6 +254,8 @@ def _headline(job: dict[str, Any]) -> str:
     summary = job["summary"]
     if not job["supervised"]:
         return "no supervisor; run the same `megatron-ft run` command again to continue"
+    if not summary:
+        return "a supervisor leads it, whose status cannot be read: give its --state-dir"
     crash, node_loss = summary.get("crash"), summary.get("node_loss")
     if summary.get("committed") is None:
         exposed = "nothing committed yet: a failure starts over"

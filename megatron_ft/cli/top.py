@@ -1,7 +1,7 @@
 """Show a whole job on one screen, live: its protection, the cost of losses, every node.
 
-Reads the status that the job's supervisor writes to the state folder every two seconds, so it works
-on every machine that sees the folder.  Keys: n, i, s sort by node, iteration or silence; arrow keys
+Reads the status that the job's supervisor writes to the state folder every second, so it works on
+every machine that sees the folder.  Keys: n, i, s sort by node, iteration or silence; arrow keys
 choose a node, Enter shows the cost of its loss; q quits.  Without a terminal it prints one screen.
 """
 

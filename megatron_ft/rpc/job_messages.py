@@ -6,10 +6,7 @@ incarnation begins on a node, what the command line asks, the heartbeats, and th
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -298,7 +295,7 @@ class Discard(Message, frozen=True):
 
 
 class StatusRequest(Message, frozen=True):
-    """Ask for the node's own view and the job summary that the coordinator last sent."""
+    """Ask for the node's own view."""
 
 
 class ScrubCounts(msgspec.Struct, frozen=True):
@@ -310,7 +307,7 @@ class ScrubCounts(msgspec.Struct, frozen=True):
 
 
 class Status(Message, frozen=True):
-    """Answer to StatusRequest; ``summary`` is JSON of the coordinator's view, maybe empty."""
+    """Answer to StatusRequest; the supervisor keeps its view of the job in ``status_file``."""
 
     node: str
     pid: int
@@ -320,7 +317,7 @@ class Status(Message, frozen=True):
     resident_bytes: int
     arenas: tuple[ArenaReport, ...]
     progress: dict[str, int]
-    summary: bytes
+    status_file: str = ""
     scrub: ScrubCounts = ScrubCounts()
 
 
@@ -329,16 +326,14 @@ class Lease(Message, frozen=True):
 
     ``heard`` is the newest ``clock`` that the coordinator has had from this SMP, 0 for none,
     which grants nothing.  So a lease that lay in a queue, or that comes through while no
-    answer does, is not longer than the coordinator knows.  ``summary`` are those parts of the
-    job's summary that the node does not have.  ``scrub_percent`` is the share of
-    one core that the node's scrub may use, 0 for none.  ``told``: events of the node's ``stream``
-    up to this number have arrived.
+    answer does, is not longer than the coordinator knows.  ``scrub_percent`` is the share of one
+    core that the node's scrub may use, 0 for none.  ``told``: events of the node's ``stream`` up to
+    this number have arrived.
     """
 
     incarnation: Count
     seconds: Seconds
     heard: float = 0.0
-    summary: dict[str, bytes] = {}
     scrub_percent: float = 0.0
     stream: Count = 0
     told: Count = 0
@@ -360,9 +355,8 @@ class LeaseAnswer(Message, frozen=True):
     ``crowded`` that the last protected snapshot is in the way.  ``held`` is what all shards of the
     node have committed.
     ``rewind`` is the user's request on which the present coordinator has not acted yet.
-    ``pulses`` maps shard ids to their trainers' heartbeats, ``summary`` the parts of the
-    job's summary that the node has to their digests.  ``evacuations`` are the requests that came
-    to this SMP since the present coordinator began.
+    ``pulses`` maps shard ids to their trainers' heartbeats.  ``evacuations`` are the requests that
+    came to this SMP since the present coordinator began.
     ``unmade`` says that a Grant would be refused now, until a further slot has memory; ``shortage``
     is why none could be had the last time, "" if there was enough.
     ``missing`` says which arena has no file any more, "" if none: the node then holds nothing.
@@ -377,7 +371,6 @@ class LeaseAnswer(Message, frozen=True):
     pinned: bool = False
     rewind: int | None = None
     pulses: dict[str, PulseReport] = {}
-    summary: dict[str, bytes] = {}
     crowded: bool = False
     held: tuple[HeldSnapshot, ...] = ()
     evacuations: tuple[Evacuate, ...] = ()
@@ -386,31 +379,6 @@ class LeaseAnswer(Message, frozen=True):
     missing: str = ""
     hanging: tuple[str, ...] = ()
     readers: tuple[str, ...] = ()
-
-
-MADE = "made"
-"""Member of a job's summary: how many times it had changed since its supervisor began."""
-
-
-def summary_digest(part: bytes) -> bytes:
-    """Digest of a part of the job's summary: a node that has it is not sent the part again.
-
-    It is long enough to tell a part from the one before it; nothing is proved with it.
-    """
-    return hashlib.blake2b(part, digest_size=8).digest()
-
-
-def summary_digests(parts: Mapping[str, bytes]) -> dict[str, bytes]:
-    """``summary_digest`` of each part, by name."""
-    return {name: summary_digest(part) for name, part in parts.items()}
-
-
-def merged_summary(parts: Mapping[str, bytes]) -> bytes:
-    """Merges the parts, JSON objects, to one; empty if there are no parts."""
-    members: dict[str, Any] = {}
-    for part in parts.values():
-        members |= json.loads(part)
-    return json.dumps(members).encode() if parts else b""
 
 
 class BadBlocks(Message, frozen=True):

@@ -42,10 +42,14 @@ FOLDER_CHECK_SECONDS = 1.0
 
 
 class Credentials(msgspec.Struct, frozen=True):
-    """Content of an SMP's standard input: never an argument, never a variable."""
+    """Content of an SMP's standard input: never an argument, never a variable.
+
+    ``status_file`` is where the supervisor keeps its view of the job, for those who ask the SMP.
+    """
 
     job: str
     secret: bytes
+    status_file: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -111,7 +115,7 @@ async def serve(
         senders = (local_socket.send, control_socket.send)
         service = SmpService(environment, uuid.UUID(credentials.job), *senders)
         service.adopt()
-        local = LocalServer(service, local_socket)
+        local = LocalServer(service, local_socket, credentials.status_file)
         keeper = FolderKeeper(service, local, folder)
         control = ControlServer(service, control_socket, keeper.check)
         scrub = Scrub(service)

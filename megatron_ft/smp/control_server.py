@@ -174,7 +174,6 @@ class ControlServer:
             raise ControlPlaneError(f"incarnation {request.incarnation} is not admitted yet")
         service.events.coordinator = identity
         service.renew_lease(request)
-        service.summary |= request.summary
         service.scrub_percent = request.scrub_percent
         await service.events.on_heartbeat(request)
         service.make_memory()
@@ -189,7 +188,6 @@ class ControlServer:
             pinned=machine.held_back(),
             rewind=service.rewind,
             pulses=service.heartbeats.reports(),
-            summary=m.summary_digests(service.summary),
             crowded=machine.crowded(),
             held=() if missing else machine.held(),
             evacuations=tuple(service.evacuations.values()),

@@ -39,8 +39,8 @@ PASSED_ON = (
 class LocalServer:
     """Serves one SmpService on the Unix socket beside its arenas."""
 
-    def __init__(self, service: SmpService, server: Server) -> None:
-        self._service, self._server = service, server
+    def __init__(self, service: SmpService, server: Server, status_file: str = "") -> None:
+        self._service, self._server, self._status_file = service, server, status_file
         self._path = service.environment.socket
         listen_local(server.socket, self._path)
         self._inode = self._path.lstat().st_ino
@@ -296,7 +296,7 @@ class LocalServer:
             resident_bytes=resident_bytes(),
             arenas=service.store.reports(service.machine),
             progress=service.store.progress(),
-            summary=m.merged_summary(service.summary),
+            status_file=self._status_file,
             scrub=service.scrub_counts,
         )
 

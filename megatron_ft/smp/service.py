@@ -72,7 +72,6 @@ class SmpService:
         self.failure: BaseException | None = None
         self.lease_until = 0.0
         self._lease_begun = 0.0
-        self.summary: dict[str, bytes] = {}
         self.rewind: int | None = None
         self.evacuations: dict[str, m.Evacuate] = {}
         self.scrub_percent = 0.0

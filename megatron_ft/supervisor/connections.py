@@ -55,9 +55,8 @@ class SmpLink:
     Answers may come in any order, so heartbeats pass a request that takes long.
     ``last_heard`` is the monotonic time of the last frame from there, ``missed`` the number of
     heartbeats since then, ``clock`` the newest time of the node's own clock that a heartbeat has
-    brought, 0 before the first, ``summary`` the digests of the parts of the job's summary that the
-    node has.  ``inbox`` is that of an earlier connection to the node, since its SMP may be the
-    same.
+    brought, 0 before the first.  ``inbox`` is that of an earlier connection to the node, since its
+    SMP may be the same.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class SmpLink:
         self.node, self.endpoint = node, endpoint
         self.last_heard, self.missed = time.monotonic(), 0
         self.clock = 0.0
-        self.summary: dict[str, bytes] = {}
         self.inbox = inbox or EventInbox()
         self._on_event = on_event
         self._numbers = itertools.count(1)
@@ -207,10 +205,6 @@ class Connections(ABC):
     def _on_event(self, event: m.NodeEvent) -> None:
         """Handle one event of a node."""
 
-    @abstractmethod
-    def _unknown(self, held: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Parts of the job's summary for a node that has those with the digests ``held``."""
-
     @property
     def paused(self) -> bool:
         """True if a node was ordered to stop snapshots; one is enough for the whole job."""
@@ -282,11 +276,8 @@ class Connections(ABC):
     async def _beat(self, link: SmpLink, seconds: float | None = None) -> None:
         """Renew the lease of a node for so long, by default as usual, and take its news."""
         seconds = self.timing.lease if seconds is None else seconds
-        news = self._unknown(link.summary)
-        lease = m.Lease(
-            self.incarnation, seconds, link.clock, news, self.scrub_percent,
-            link.inbox.stream, link.inbox.number,
-        )  # fmt: skip
+        arrived = link.inbox.stream, link.inbox.number
+        lease = m.Lease(self.incarnation, seconds, link.clock, self.scrub_percent, *arrived)
         try:
             answer = await link.ask(lease, _BEAT_WAITS * self.timing.heartbeat)
         except ControlPlaneError:
@@ -294,7 +285,7 @@ class Connections(ABC):
         if lease.incarnation != self.incarnation:
             return
         if isinstance(answer, m.LeaseAnswer):
-            link.clock, link.summary = max(link.clock, answer.clock), answer.summary
+            link.clock = max(link.clock, answer.clock)
             self.progress.update(answer.progress)
             self.pulses.record(answer.node, answer.pulses)
             self._on_answer(answer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -27,11 +27,11 @@ from megatron_ft.supervisor.cycle import (
     SnapshotCycle,
     SnapshotEnded,
 )
-from megatron_ft.supervisor.events import JobEvent, Observers
+from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.exposure import Fallbacks
 from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.replicas import ReplicaWatch
-from megatron_ft.supervisor.summary import Skips, SummaryParts
+from megatron_ft.supervisor.schedule import Skips
 
 LOOK_SECONDS = 0.25
 """Interval of looks at what no event brings: the end of a pause, parity that takes too long."""
@@ -65,10 +65,9 @@ class Coordinator(Connections):
         scrub_percent: float = 0.0,
     ) -> None:
         super().__init__(keys, observers, kill_world, timing, scrub_percent)
-        self._summary = SummaryParts(self.view, timing.heartbeat / 2)
         self.cycle: SnapshotCycle | None = None
-        self._shown: list[tuple[str, Callable[[], Mapping[str, Any]]]] = []
-        self._moves: dict[str, Any] = {}
+        self.moves: dict[str, dict[str, Any]] = {}
+        """Evacuated nodes, and what became of them."""
         self.skips = Skips()
         self.replicas = ReplicaWatch(observers)
         self.given_up = (0, "")
@@ -76,77 +75,16 @@ class Coordinator(Connections):
         self._stalls: dict[SnapshotId, float] = {}
         """Snapshots aborted since the last commit, and the reason of the last one."""
         self._listeners: list[Callable[[m.NodeEvent], None]] = []
-        self._late_ranks = ""
-        observers.subscribe(self._note_late_ranks)
-        self._renewing = False
+        self.renewing = False
         self._kick = asyncio.Event()
         self._standstill: Standstill | None = None
         self._encoding_since = self._world_seen = self._first_try = 0.0
         self._protect_tries: dict[SnapshotId, int] = {}
         self._lost_reported: SnapshotId | None = None
 
-    def view(self) -> dict[str, dict[str, Any]]:
-        """The job as the coordinator sees it, for its summary: JSON objects by part."""
-        cycle = self.cycle
-        idle = set() if cycle is None else self.links.keys() - cycle.nodes
-        exposure = None if cycle is None else self.standing.exposure(cycle.stripe_map)
-        parts = {
-            "state": self._state(),
-            "nodes": {"nodes": sorted(self.links), "idle": sorted(idle)},
-            "progress": {"iteration": max(self.progress.values(), default=-1)},
-            **({"exposure": {}, "pairs": {}} if exposure is None else exposure.report),
-        }
-        for part, report in self._shown:
-            parts[part].update(report())
-        return parts
-
-    def show(self, part: str, report: Callable[[], Mapping[str, Any]]) -> None:
-        """Have a part of the summary hold what ``report`` returns at the time, too."""
-        self._shown.append((part, report))
-
-    def _state(self) -> dict[str, Any]:
-        stripe_map = None if self.cycle is None else self.cycle.stripe_map
-        reason = "a reader" if self.pinned else "want of encoders" if self.crowded else ""
-        reason = "memory to be made" if self.unmade else reason
-        reason = "larger arenas" if self._renewing else reason
-        return {
-            "incarnation": self.incarnation,
-            "encoders": "up" if self.encoders.usable else "down",
-            "paused": self.paused,
-            "held": self.pinned,
-            "skipping_for": reason,
-            "waits_until": self._waits_until(),
-            "skipped": self.skips.total + self.skips.now,
-            "unregistered": self._late_ranks,
-            "given_up": self.given_up[0],
-            "given_up_reason": self.given_up[1],
-            "moves": self._moves,
-            **self.standing.report(stripe_map),
-        }
-
     def note_move(self, node: str, **what: Any) -> None:
-        """Have the summary show what became of a node that was to be evacuated."""
-        self._moves[node] = what
-
-    def _note_late_ranks(self, event: JobEvent) -> None:
-        """Keep what was said of ranks that do not register, until all have."""
-        if event.kind == "unregistered":
-            self._late_ranks = event.text
-        elif event.kind in ("training", "trainers_started"):
-            self._late_ranks = ""
-
-    def _waits_until(self) -> int | None:
-        """The iteration up to which snapshots wait because they make iterations late."""
-        cycle = self.cycle
-        until = 0 if cycle is None else cycle.schedule.debt.until
-        return None if cycle is None or max(self._fastest(cycle), 0) >= until else until
-
-    def summary(self) -> bytes:
-        """The whole summary, as every SMP has it."""
-        return m.merged_summary(self._unknown({}))
-
-    def _unknown(self, held: Mapping[str, bytes]) -> dict[str, bytes]:
-        return self._summary.unknown_to(held)
+        """Record what became of a node that was to be evacuated."""
+        self.moves[node] = what
 
     async def hold(self, snapshot: SnapshotId, nodes: Sequence[str]) -> None:
         """Pin a snapshot on these nodes for a drain; ControlPlaneError if one refuses."""
@@ -181,7 +119,7 @@ class Coordinator(Connections):
     def stop_snapshots(self) -> None:
         """Permit no more; what is under way is left to the next recovery."""
         self.cycle = self.failure = self._standstill = None
-        self._renewing = False
+        self.renewing = False
         self._stalls.clear()
         self._kick.set()
 
@@ -201,7 +139,7 @@ class Coordinator(Connections):
 
     def hold_for_renewal(self, *, holding: bool) -> None:
         """Permit nothing while arenas give way to larger ones."""
-        self._renewing = holding
+        self.renewing = holding
 
     async def capture_and_stop(self, ahead: int, seconds: float) -> SnapshotEnded:
         """Take a snapshot at whose boundary trainers stay for up to ``seconds``; what became of it.
@@ -240,7 +178,7 @@ class Coordinator(Connections):
                 reason = f"no parity after {self._limit(cycle):.0f} s"
                 self._perform(cycle, cycle.give_up(reason))
             elif cycle.phase == CyclePhase.CAPTURING:
-                fastest = self._fastest(cycle)
+                fastest = self.fastest(cycle)
                 halts = self._standstill is not None and not self._unprotectable(cycle)
                 if halts and not cycle.stay and fastest < cycle.iteration:
                     self._perform(cycle, cycle.give_up("a node is evacuated first"))
@@ -263,10 +201,10 @@ class Coordinator(Connections):
     def _next(self, cycle: SnapshotCycle) -> list[Action]:
         """Begin what is due: parity of the newest local snapshot, or a new one if it has room."""
         interval = cycle.schedule.spacing
-        fastest = self._fastest(cycle)
+        fastest = self.fastest(cycle)
         standing, world, halt = self.standing, self.encoders.usable, self._standstill
         newest = standing.committed
-        if self._renewing or (halt is not None and halt.ended.done()):
+        if self.renewing or (halt is not None and halt.ended.done()):
             return []
         if self._unprotectable(cycle) or self.crowded or self.unmade:
             halt = None  # until there is room for it and its parity, snapshots are taken as ever
@@ -304,7 +242,8 @@ class Coordinator(Connections):
     def _unprotectable(self, cycle: SnapshotCycle) -> bool:
         return bool(cycle.stripes) and not self.encoders.usable
 
-    def _fastest(self, cycle: SnapshotCycle) -> int:
+    def fastest(self, cycle: SnapshotCycle) -> int:
+        """The highest iteration that a trainer has finished, -1 before."""
         return max((self.progress.get(s, -1) for s in cycle.places), default=-1)
 
     def _skip(self, progress: int, interval: int) -> None:

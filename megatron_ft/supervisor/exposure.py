@@ -254,8 +254,8 @@ class Exposure:
         return self._fallbacks[min(next(iter(serving), last), last)]
 
     @cached_property
-    def report(self) -> dict[str, dict[str, Any]]:
-        """Two parts of the job's summary: single nodes, and pairs.
+    def report(self) -> dict[str, Any]:
+        """Members of the job's summary: single nodes, and pairs.
 
         The nodes of the most frequent fallback are not named: they are all others that train.
         """
@@ -266,17 +266,13 @@ class Exposure:
         unusual = [one for one in sorted(nodes_of) if one != usual]
         pairs = self._judge.pairs(len(self._fallbacks) - 1)
         return {
-            "exposure": {
-                "any_node": _plain(usual),
-                "some_nodes": [{**_plain(one), "nodes": nodes_of[one]} for one in unusual],
-            },
-            "pairs": {
-                "pairs": [
-                    {**_plain(self._fallbacks[one]), "nodes": list(nodes), "others": list(others)}
-                    for nodes, others, one in pairs[:MOST_GROUPS]
-                ],
-                "more_pairs": max(0, len(pairs) - MOST_GROUPS),
-            },
+            "any_node": _plain(usual),
+            "some_nodes": [{**_plain(one), "nodes": nodes_of[one]} for one in unusual],
+            "pairs": [
+                {**_plain(self._fallbacks[one]), "nodes": list(nodes), "others": list(others)}
+                for nodes, others, one in pairs[:MOST_GROUPS]
+            ],
+            "more_pairs": max(0, len(pairs) - MOST_GROUPS),
         }
 
 

@@ -28,7 +28,7 @@ from megatron_ft.core.identity import Ancestor, RankRule, ShardPlacement
 VERSION = 2
 SECRET_BYTES = 32
 STATUS = "status.json"
-"""Name of the file that holds the job's summary, for machines without an SMP of the job."""
+"""Name of the file that holds the job's status."""
 
 _FILE, _TEMPORARY, _LOCK = "job.json", ".job.json.tmp", "lock"
 

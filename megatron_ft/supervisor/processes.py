@@ -33,7 +33,7 @@ from megatron_ft.launchers.launcher import (
 from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.__main__ import Credentials, Ready
-from megatron_ft.supervisor.job_state import JobState, SmpPlace
+from megatron_ft.supervisor.job_state import STATUS, JobState, SmpPlace
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.trainer_hosts import TrainerHosts, why_cold
 
@@ -203,7 +203,8 @@ class SmpFleet:
         # Its own: an SMP that an earlier supervisor started may still say where it serves.
         ready = self._launcher.ready_file(node)
         ready = ready.with_name(f"{ready.stem}.{uuid.uuid4().hex[:12]}.json")
-        credentials = Credentials(str(record.job), record.secret)
+        status = self._state.folder.absolute() / STATUS
+        credentials = Credentials(str(record.job), record.secret, str(status))
         log = self._spec.log_dir / f"smp-{node}.log"
         before = log_size(log)
         handle = self._launcher.start(

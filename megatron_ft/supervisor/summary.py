@@ -1,73 +1,68 @@
-"""Summary of the job for ``megatron-ft status``: what failures fall back to, and skipped snapshots.
-
-The coordinator has every SMP keep it.  It is in parts, by how often they change, and a heartbeat
-brings a node those that it lacks: an iteration's number nearly always, the names of all nodes
-when one was replaced.
-"""
+"""Summary of a job for ``megatron-ft status``, which the supervisor writes to its state folder."""
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_ft.rpc.job_messages import MADE, summary_digest
+from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.events import JobEvent
 
 
-class SummaryParts:
-    """Encoded parts of a job's summary, made anew from ``view`` at most every ``seconds``.
+class JobSummary:
+    """One JSON object, made anew by each call of ``view``; ``reports`` add members to it."""
 
-    What they cost grows with the job, and each of its nodes has a heartbeat of its own.  So they
-    are made less often where they take more than a twentieth of the time.
+    def __init__(self, coordinator: Coordinator, *reports: Callable[[], Mapping[str, Any]]) -> None:
+        self._coordinator, self._reports = coordinator, reports
+        self._late_ranks = ""
+        coordinator.observers.subscribe(self._note_late_ranks)
 
-    The part MADE counts the changes: of two nodes, the one with the higher count knows more.
-    """
+    def view(self) -> dict[str, Any]:
+        """The job as its supervisor sees it now."""
+        of, cycle = self._coordinator, self._coordinator.cycle
+        stripe_map = None if cycle is None else cycle.stripe_map
+        exposure = {} if stripe_map is None else of.standing.exposure(stripe_map).report
+        idle = set() if cycle is None else of.links.keys() - cycle.nodes
+        view = {
+            "incarnation": of.incarnation,
+            "encoders": "up" if of.encoders.usable else "down",
+            "paused": of.paused,
+            "held": of.pinned,
+            "skipping_for": self._skipping_for(),
+            "waits_until": self._waits_until(),
+            "skipped": of.skips.total + of.skips.now,
+            "unregistered": self._late_ranks,
+            "given_up": of.given_up[0],
+            "given_up_reason": of.given_up[1],
+            "moves": of.moves,
+            "nodes": sorted(of.links),
+            "idle": sorted(idle),
+            "iteration": max(of.progress.values(), default=-1),
+            **of.standing.report(stripe_map),
+            **exposure,
+        }
+        for report in self._reports:
+            view |= report()
+        return view
 
-    def __init__(self, view: Callable[[], Mapping[str, Any]], seconds: float) -> None:
-        self._view, self._seconds = view, seconds
-        self._until = 0.0
-        self._parts: dict[str, tuple[bytes, bytes]] = {}
-        self._seen: dict[str, bytes] = {}
-        self._made = 0
+    def _skipping_for(self) -> str:
+        of = self._coordinator
+        if of.renewing:
+            return "larger arenas"
+        if of.unmade:
+            return "memory to be made"
+        return "a reader" if of.pinned else "want of encoders" if of.crowded else ""
 
-    def unknown_to(self, held: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Those parts that a node lacks; ``held`` are the digests of those that it has."""
-        began = time.monotonic()
-        if began >= self._until:
-            parts = {name: json.dumps(part).encode() for name, part in self._view().items()}
-            if parts != self._seen:
-                self._seen, self._made = parts, self._made + 1
-            parts = {**parts, MADE: json.dumps({MADE: self._made}).encode()}
-            self._parts = {name: (summary_digest(part), part) for name, part in parts.items()}
-            taken = time.monotonic() - began
-            self._until = began + max(self._seconds, 20 * taken)
-        return {k: part for k, (known, part) in self._parts.items() if held.get(k) != known}
+    def _waits_until(self) -> int | None:
+        """The iteration up to which snapshots wait because they make iterations late."""
+        cycle = self._coordinator.cycle
+        until = 0 if cycle is None else cycle.schedule.debt.until
+        passed = cycle is None or max(self._coordinator.fastest(cycle), 0) >= until
+        return None if passed else until
 
-
-class Skips:
-    """``total`` counts over the whole job, without those of the present period of skipping.
-
-    These are ``now``, as of the last ``begin``.  Progress is the fastest trainer's iteration.
-    """
-
-    def __init__(self) -> None:
-        self.total = self.now = 0
-        self._since: int | None = None
-
-    def begin(self, progress: int, interval: int) -> bool:
-        """A snapshot could not be permitted.  True if this starts a period of skipping."""
-        started = self._since is None
-        if self._since is None:
-            self._since = progress
-        self.now = max(0, progress // interval - self._since // interval)
-        return started
-
-    def end(self, progress: int, interval: int) -> int | None:
-        """Snapshots are permitted again: how many were due meanwhile, None if none were held."""
-        if self._since is None:
-            return None
-        skipped = max(0, progress // interval - self._since // interval)
-        self.total += skipped
-        self._since, self.now = None, 0
-        return skipped
+    def _note_late_ranks(self, event: JobEvent) -> None:
+        """Keep what was said of ranks that do not register, until all have."""
+        if event.kind == "unregistered":
+            self._late_ranks = event.text
+        elif event.kind in ("training", "trainers_started"):
+            self._late_ranks = ""

@@ -71,12 +71,14 @@ from megatron_ft.supervisor.recovery_policy import NoSparePolicy
 from megatron_ft.supervisor.restore import RebuildError
 from megatron_ft.supervisor.schedule import Pacing
 from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.summary import JobSummary
 from megatron_ft.supervisor.watch import JobWatch
 
 HOST_POLL_SECONDS = 1.0
-STATUS_SECONDS = 2.0
+STATUS_SECONDS = 1.0
 """Interval at which the job's summary is written to its state folder."""
 LONGEST_WRITE_SECONDS = 600.0
+LAST_WRITE_SECONDS = 2.0
 SCHEDULER_SECONDS = 900.0
 """Time that a scheduler that starts nothing is tried again, before the job ends to be requeued."""
 
@@ -165,9 +167,11 @@ class Supervisor:
             spec, state, self.coordinator, self.members, self.drains, self._emergency
         )
         self.observers.subscribe(self._note_commit)
-        self.coordinator.show("nodes", lambda: {"spares": sorted(self.members.free_spares())})
-        self.coordinator.show("state", lambda: {"watch": self._watch.report})
-        self.coordinator.show("state", self.drains.report)
+        self.summary = JobSummary(
+            self.coordinator,
+            lambda: {"spares": sorted(self.members.free_spares()), "watch": self._watch.report},
+            self.drains.report,
+        )
         self._reached, self._budget = -1, spec.budget
         self._ended = self._away_since = 0.0
 
@@ -220,7 +224,7 @@ class Supervisor:
             retired = end is not None and end.frees
             if not (retired or end is Outcome.UNKNOWN or self.state.record.committed):
                 await self.ending.leave_nothing()
-            await self._put_status(STATUS_SECONDS, ended=True)
+            await self._put_status(self._status(ended=True), LAST_WRITE_SECONDS)
             await self.coordinator.close(release=not retired)
 
     def _check_encoders(self) -> str | None:
@@ -248,17 +252,24 @@ class Supervisor:
     async def _write_status(self) -> None:
         """Keep the summary in the state folder.  A disk that hangs or is full costs only that."""
         while True:
-            await asyncio.sleep(STATUS_SECONDS)
-            await self._put_status(LONGEST_WRITE_SECONDS)
+            began = time.monotonic()
+            status = self._status()
+            # What it costs grows with the job: it takes no more than a twentieth of the time.
+            pause = max(STATUS_SECONDS, 20 * (time.monotonic() - began))
+            await self._put_status(status, LONGEST_WRITE_SECONDS)
+            await asyncio.sleep(pause)
 
-    async def _put_status(self, seconds: float, *, ended: bool = False) -> None:
+    def _status(self, *, ended: bool = False) -> bytes:
         status = {
             "time": time.time(),
             "ended": ended,
-            "summary": json.loads(self.coordinator.summary()),
+            "summary": self.summary.view(),
             "ranks": self.coordinator.pulses.by_node(),
         }
-        write = partial(replace_file, self.state.folder / STATUS, json.dumps(status).encode())
+        return json.dumps(status).encode()
+
+    async def _put_status(self, status: bytes, seconds: float) -> None:
+        write = partial(replace_file, self.state.folder / STATUS, status)
         with suppress(OSError, UntrustedFileError, asyncio.TimeoutError):
             await in_thread(write, seconds)
 

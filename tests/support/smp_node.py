@@ -43,8 +43,8 @@ class SmpNode:
         self.events: asyncio.Queue[m.NodeEvent] = asyncio.Queue()
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        credentials = msgspec.json.encode(Credentials(str(self.job), SECRET))
+    def start(self, status_file: str = "") -> None:
+        credentials = msgspec.json.encode(Credentials(str(self.job), SECRET, status_file))
         ready = self.environment.node_dir / READY_NAME
         ready.unlink(missing_ok=True)
         with open(self.log, "ab") as log:

@@ -263,7 +263,7 @@ def test_a_disk_that_is_full_read_only_or_gone_costs_drains_and_training_goes_on
         assert "finished" in job.kinds() and not of_kind(job, "trainer_died"), job.story()
         failures = len(of_kind(job, "drain_failed"))
         assert job.supervisor.drains.failures == failures
-        shown = job.supervisor.coordinator.view()["state"]
+        shown = job.supervisor.summary.view()
         assert shown["drain_failures"] == failures and "not mounted" in shown["drain_failure"]
         with open_newest(open_checkpoint(disk)) as shards:
             assert shards.info.iteration == of_kind(job, "drained")[-1].fields["iteration"]

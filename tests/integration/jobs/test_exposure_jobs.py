@@ -103,7 +103,7 @@ class Losses:
             wait_until(job, still_now, "for snapshots and drains to stop")
 
     def shown(self) -> dict[str, Any]:
-        """The exposure in status, once heartbeats have brought the newest summary."""
+        """The exposure in status, once its supervisor has written the newest summary."""
         job, coordinator = self.job, self.job.supervisor.coordinator
         shown = dict[str, Any]()
 
@@ -112,8 +112,7 @@ class Losses:
             cycle = coordinator.cycle
             report = {} if cycle is None else coordinator.standing.exposure(cycle.stripe_map).report
             shown.update(status.exposure(view))
-            parts = report.values()
-            return bool(parts) and all(view.get(k) == v for part in parts for k, v in part.items())
+            return bool(report) and view == {**view, **report}
 
         wait_until(job, current, "for status to show this")
         return shown

@@ -35,7 +35,7 @@ def test_snapshots_wait_while_they_make_iterations_late_and_return(
     shown: list[Any] = []
 
     def look(job: Job) -> None:
-        state = job.supervisor.coordinator.view()["state"]
+        state = job.supervisor.summary.view()
         known = {"exposure": {}, "nodes": {}, "supervised": True}
         summary = {**state, "iteration": 1, "incarnation": 1}
         shown.append((state["waits_until"], render("job", {**known, "summary": summary})))

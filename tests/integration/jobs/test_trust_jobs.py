@@ -48,7 +48,7 @@ def newest(arena: Arena) -> int:
 
 
 def shown(job: Job, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """What `megatron-ft status` shows, once it shows this: heartbeats carry the summary."""
+    """What `megatron-ft status` shows, once its supervisor has written this."""
     deadline = time.monotonic() + WAIT_SECONDS
     while True:
         view = status.collect(job.cluster.job_dir.parent, job.name)[job.name]

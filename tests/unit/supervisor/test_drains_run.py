@@ -20,10 +20,10 @@ from megatron_ft.supervisor.damage import DamagedShards
 from megatron_ft.supervisor.drains import Drains
 from megatron_ft.supervisor.events import JobEvent, Observers
 from megatron_ft.supervisor.orders import Timing
+from megatron_ft.supervisor.schedule import Skips
 from megatron_ft.supervisor.slot_choice import SlotChoice
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.standing import Standing
-from megatron_ft.supervisor.summary import Skips
 
 WAIT = 20.0
 NEVER = 10**6

@@ -1,4 +1,4 @@
-"""A heartbeat brings a node what it does not know of the job yet, and nothing else."""
+"""The summary of a job: what failures fall back to, and why no snapshot is taken."""
 
 from __future__ import annotations
 
@@ -13,86 +13,34 @@ import pytest
 
 from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.cli import status
+from megatron_ft.cli.main import main as cli
+from megatron_ft.core import private_files
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.job_messages import merged_summary, summary_digests
-from megatron_ft.rpc.local_query import ask
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.smp.slot_rules import MOST_SKIPPED
 from megatron_ft.supervisor.admission import admit
-from megatron_ft.supervisor.connections import SmpLink
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import Action, CyclePhase, Send, SnapshotCycle, SnapshotEnded
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.exposure import Exposure, StripeMap
+from megatron_ft.supervisor.job_state import STATUS
 from megatron_ft.supervisor.orders import Timing, stripe_orders
 from megatron_ft.supervisor.schedule import Schedule
-from megatron_ft.supervisor.summary import SummaryParts
+from megatron_ft.supervisor.summary import JobSummary
 from megatron_ft.trainer.binding import layout_changed
 from tests.support.smp_node import SECRET, SmpNode, run
-
-
-class Leases(SmpLink):
-    """A link that keeps the heartbeats that it has sent."""
-
-    seen: list[m.Lease] = []  # noqa: RUF012
-
-    async def ask(self, request: m.Message, timeout: float) -> Any:
-        if isinstance(request, m.Lease):
-            self.seen.append(request)
-        return await super().ask(request, timeout)
 
 
 def coordinator(heartbeat: float = 0.5) -> Coordinator:
     lease = max(10.0, 5 * heartbeat)
     timing = Timing(heartbeat=heartbeat, lease=lease, node_timeout=1.5 * lease)
-    made = Coordinator(JobKeys.derive(SECRET), Observers(), lambda world: None, timing)
-    made.link_type = Leases
-    return made
+    return Coordinator(JobKeys.derive(SECRET), Observers(), lambda world: None, timing)
 
 
 def summary(of: Coordinator) -> dict[str, Any]:
-    """All parts as one."""
-    return {name: value for part in of.view().values() for name, value in part.items()}
-
-
-def test_what_a_node_knows_is_not_sent_again() -> None:
-    of = coordinator()
-    of.links = dict.fromkeys((f"node{i:04d}" for i in range(2048)), None)  # type: ignore[arg-type]
-    parts = SummaryParts(of.view, 0.0)
-    held = parts.unknown_to({})
-    assert json.loads(merged_summary(held)) == {**summary(of), m.MADE: 1}
-    assert parts.unknown_to(summary_digests(held)) == {}
-    of.progress["dp0"] = 7
-    parts._until = 0.0
-    news = parts.unknown_to(summary_digests(held))
-    assert news == {"progress": b'{"iteration": 7}', m.MADE: b'{"made": 2}'}
-    assert len(m.encode(m.Lease(1, 10.0, 1.0, news))) < 150
-    of.links.pop("node0007")
-    parts._until = 0.0
-    assert list(parts.unknown_to(summary_digests(held | news))) == ["nodes", m.MADE]
-
-
-def test_it_is_made_once_for_all_nodes_of_a_round() -> None:
-    of = coordinator()
-    parts = SummaryParts(of.view, 3600.0)
-    held = summary_digests(parts.unknown_to({}))
-    of.progress["dp0"] = 7
-    assert parts.unknown_to(held) == {}
-
-
-def test_what_costs_much_is_made_less_often() -> None:
-    made: list[float] = []
-
-    def view() -> dict[str, Any]:
-        made.append(time.monotonic())
-        time.sleep(0.02)
-        return {}
-
-    parts = SummaryParts(view, 0.01)
-    while len(made) < 2:
-        parts.unknown_to({})
-    assert made[1] - made[0] >= 20 * 0.02
+    more = {"spares": [], "watch": {}, "drain_failures": 0, "drain_failure": ""}
+    return JobSummary(of, lambda: more).view()
 
 
 PLACES = {"dp0": "n0", "dp1": "n1"}
@@ -105,8 +53,6 @@ STRIPES = stripe_orders(
 def training(of: Coordinator, **held: tuple[m.HeldSnapshot, ...]) -> Coordinator:
     """In the middle of training, with what each node has said to hold."""
     of.cycle = SnapshotCycle(1, PLACES, STRIPES, Schedule(10))
-    of.show("nodes", lambda: {"spares": []})
-    of.show("state", lambda: {"watch": {}, "drain_failures": 0, "drain_failure": ""})
     of.standing.held = dict(held)
     of.standing.commits(OLD, 10, "protected")
     of.standing.commits(NEW, 20, "local")
@@ -266,67 +212,41 @@ def test_a_local_snapshot_whose_parity_finds_wrong_bytes_counts_as_damaged() -> 
     assert grants and all(isinstance(g, m.Grant) for g in grants), "no parity of wrong bytes"
 
 
-async def until_quiet(of: Coordinator) -> None:
-    """Until a heartbeat has nothing to tell."""
-    await of.refresh()
-    while Leases.seen[-1].summary:
-        await of.refresh()
+def test_status_is_of_the_supervisor_and_of_each_smp_that_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The SMP knows where the supervisor writes; the lease shows if a supervisor leads the job."""
+    node, file = SmpNode(tmp_path / "arenas" / "job", job="job"), tmp_path / "elsewhere" / STATUS
+    node.environment.node_dir.parent.mkdir(parents=True)
+    private_files.make_folder(file.parent)
+    where = ["status", "--arena-dir", str(tmp_path / "arenas"), "--state-dir", str(tmp_path)]
 
-
-def test_an_smp_tells_what_it_has_and_shows_it(tmp_path: Path) -> None:
-    node = SmpNode(tmp_path)
+    def shown() -> str:
+        assert cli(where) == 0
+        return capsys.readouterr().out
 
     async def story() -> None:
-        node.start()
-        endpoint = await node.endpoint()
-        of = coordinator(heartbeat=0.02)
-        of.connect("node0", endpoint)
+        node.start(str(file))
+        of = coordinator(heartbeat=60.0)
+        of.connect("node0", await node.endpoint())
         await admit(of, 1, ["node0"], {})
-        await until_quiet(of)
-        assert any(lease.summary for lease in Leases.seen)
-        status = await asyncio.to_thread(ask, node.environment.socket, m.StatusRequest())
-        told = json.loads(status.summary)
-        assert told == {**summary(of), m.MADE: told[m.MADE]}
-        of.connect("node0", endpoint)  # as after the SMP was replaced: nothing is known of it
-        first = len(Leases.seen)
-        await until_quiet(of)
-        assert Leases.seen[first].summary
-        await of.close()
+        await of.refresh()
+        text = await asyncio.to_thread(shown)
+        assert "whose status cannot be read: give its --state-dir" in text and "(spare)" in text
+        of.note_move("node0", state="moved")
+        told = {"time": time.time() - 3600.0, "summary": summary(of), "ranks": {}}
+        private_files.replace_file(file, json.dumps(told).encode())
+        text = await asyncio.to_thread(shown)
+        assert "incarnation 1" in text and "(evacuated)" in text and "wrote this" not in text
+        await of.close(release=True)
+        text = await asyncio.to_thread(shown)
+        assert "no supervisor" in text and "its supervisor wrote this 3600 s ago" in text
+        assert "node0      (evacuated)" in text
 
     try:
         run(story())
     finally:
         node.kill()
-
-
-def test_the_newest_summary_is_shown_and_not_that_of_the_longest_lease(tmp_path: Path) -> None:
-    (tmp_path / "job").mkdir()
-    nodes = [SmpNode(tmp_path / "job", f"node{i}") for i in range(2)]
-
-    async def story() -> None:
-        of = coordinator(heartbeat=60.0)
-        for node in nodes:
-            node.start()
-        for node in nodes:
-            of.connect(node.environment.node, await node.endpoint())
-        await admit(of, 1, list(of.links), {})
-        await of.refresh()
-        await of.refresh()
-        await of._beat(of.links["node1"], 600.0)
-        of.note_move("node1", state="moved")
-        of._summary._until = 0.0
-        await of._beat(of.links["node0"], 300.0)
-        job = (await asyncio.to_thread(status.collect, tmp_path, "job"))["job"]
-        leases = [view["lease_seconds_left"] for _, view in sorted(job["nodes"].items())]
-        assert 0 < leases[0] < leases[1] and job["supervised"]
-        assert job["summary"]["moves"] == {"node1": {"state": "moved"}}
-        await of.close()
-
-    try:
-        run(story())
-    finally:
-        for node in nodes:
-            node.kill()
 
 
 def test_status_shows_why_no_snapshot_succeeds_until_one_does() -> None:
@@ -349,9 +269,10 @@ def test_status_shows_why_no_snapshot_succeeds_until_one_does() -> None:
 
 def test_ranks_that_do_not_register_are_in_the_status_until_they_have() -> None:
     of = coordinator()
+    known = JobSummary(of, lambda: {"spares": [], "watch": {}})
 
     def lines() -> str:
-        return status.render("job", {"summary": summary(of), "nodes": {}, "supervised": True})
+        return status.render("job", {"summary": known.view(), "nodes": {}, "supervised": True})
 
     of.observers.emit("unregistered", "nothing is protected: 120 s after the start")
     assert "nothing is protected: 120 s" in lines()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ft.supervisor.summary import Skips
+from megatron_ft.supervisor.schedule import Skips
 
 
 def test_one_period_is_told_once_and_counted_in_snapshots() -> None:
