@@ -151,9 +151,10 @@ class Launcher(ABC):
         """Start one MPI world: rank i of it is ``placements[i]``.
 
         The handle is of the MPI launcher.  When a rank dies, or its node, MPI ends the
-        others and ``wait`` returns a status other than 0; when ``wait`` has returned, no
-        rank is left.  Variables that differ between placements can be read by other users
-        of the machine.  Raises NodeUnreachable, or NoMpiError.
+        others and ``wait`` returns a status other than 0 (of a node's loss Open MPI may say
+        0 inside Slurm); when ``wait`` has returned, no rank is left.  Variables that differ
+        between placements can be read by other users of the machine.  Raises NodeUnreachable,
+        or NoMpiError.
         """
         placed = [Placement(*placement) for placement in placements]
         if not placed:

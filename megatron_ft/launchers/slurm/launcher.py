@@ -26,7 +26,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_ft.core import procfs
-from megatron_ft.launchers.launcher import Launcher
+from megatron_ft.core.environment import JOB, NODE
+from megatron_ft.launchers.launcher import Launcher, ProcessGoneError
 from megatron_ft.launchers.launcher_env import STEP_PLACES, outside_of_steps
 from megatron_ft.launchers.mpirun import MpiLauncher, daemons_by
 from megatron_ft.launchers.process import LocalProcess, open_session
@@ -152,10 +153,11 @@ class StepWorld(WorldProcess):
 
     def kill(self) -> None:
         """End mpirun, and every step of the world by its srun; see StepProcess.kill."""
+        # First, as mpirun calls the end of all its sruns a success.
+        self._send(signal.SIGKILL)
         for pid in self._sruns():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-        self._send(signal.SIGKILL)
         # Now, as the supervisor may end before the timer does: ranks of this very node.
         procfs.close_all(procfs.signal_matching(self._is_rank))
         timer = threading.Timer(END_SECONDS, super().kill)
@@ -256,6 +258,9 @@ class SlurmLauncher(Launcher):
         self._require([node])
         process = StepProcess(self.allocation, node, pid)
         process.require_start(start_time)
+        env = procfs.read_environment(pid)
+        if (env.get(JOB), env.get(NODE)) != (self.job, node):
+            raise ProcessGoneError(f"process {pid} is not one of job {self.job}, node {node}")
         return process
 
     def clean(self) -> None:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,175 +18,91 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.cli import main as cli
-from megatron_ft.core import procfs
-from megatron_ft.core.environment import JOB, NODE
-from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.launchers.agents import remote_shell
-from megatron_ft.launchers.agents.agent import AgentFront
-from megatron_ft.launchers.agents.hub import AgentHub, AgentProcess
+from megatron_ft.launchers.agents.hub import AgentProcess
 from megatron_ft.launchers.agents.launcher import AgentLauncher
 from megatron_ft.launchers.agents.rendezvous import (
-    FILE_NAME,
-    AgentOrders,
     Meeting,
     node_rank,
     parse_hostfile,
 )
-from megatron_ft.launchers.launcher import UNKNOWN_EXIT, Launcher, NodeUnreachable, ProcessGoneError
+from megatron_ft.launchers.launcher import UNKNOWN_EXIT, NodeUnreachable, ProcessHandle
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import SECRET_BYTES
+from tests.support.launcher_sites import AgentSite
 
 TIMEOUT = 30.0
 
 
-class Site:
-    """A hub and agents that it finds by its file, as with ``--launcher nodes``."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.file = folder, folder / FILE_NAME
-        self.folder.chmod(0o700)
-        self.job = f"agents-{uuid.uuid4().hex[:8]}"
-        self.fronts: list[AgentFront] = []
-        self.hubs: list[AgentHub] = []
-
-    def hub(self) -> AgentHub:
-        self.hubs.append(AgentHub("127.0.0.1"))
-        self.hubs[-1].meeting.write(self.file)
-        return self.hubs[-1]
-
-    def agent(self, name: str, rank: int = 0) -> AgentFront:
-        return self.remote(AgentOrders(name, rank, file=str(self.file)))
-
-    def remote(self, orders: AgentOrders, *through: str) -> AgentFront:
-        self.fronts.append(AgentFront(orders, through))
-        return self.fronts[-1]
-
-    def launcher(self, *names: str) -> AgentLauncher:
-        hub = self.hubs[-1] if self.hubs else self.hub()
-        for rank, name in enumerate(names):
-            self.agent(name, rank)
-        assert hub.await_agents(lambda: len(hub.seats) >= len(names), TIMEOUT)
-        return AgentLauncher(self.job, hub, self.folder / "root", self.file)
-
-    def start(self, launcher: AgentLauncher, node: str, *words: str) -> AgentProcess:
-        return launcher.start(node, words, os.environ, self.folder / f"{node}.log")
-
-    def close(self) -> None:
-        for hub in self.hubs:
-            hub.close(0)
-        for front in self.fronts:
-            front.leave()
-        procfs.kill_matching(
-            lambda pid: procfs.read_environment(pid).get(JOB) == self.job, self.job
-        )
-
-
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
+def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[AgentSite]:
+    """A hub and the agents that a test is parametrised with, n0 otherwise."""
+    made = AgentSite(tmp_path, getattr(request, "param", ["n0"]))
     yield made
     made.close()
 
 
-def status(process: AgentProcess) -> int:
+def start(site: AgentSite, node: str, *words: str) -> AgentProcess:
+    assert isinstance(site.launcher, AgentLauncher)
+    return site.launcher.start(node, words, os.environ, site.folder / f"{node}.log")
+
+
+def status(process: ProcessHandle) -> int:
     async def wait() -> int:
         return await asyncio.wait_for(process.wait(), TIMEOUT)
 
     return asyncio.run(wait())
 
 
-def test_processes_run_where_they_were_started_and_end_as_they_do(site: Site) -> None:
-    launcher = site.launcher("n0", "n1")
-    checked: Launcher = launcher
-    assert checked.nodes() == ["n0", "n1"] and checked.address("n1") == "127.0.0.1"
-    shown = site.start(launcher, "n1", "sh", "-c", f"echo ${NODE}; exit 3")
-    assert status(shown) == 3 and not shown.alive()
-    assert (site.folder / "n1.log").read_text() == "n1\n"
-    folder = launcher.node_dir("n1")
-    assert {f.stat().st_mode & 0o777 for f in (folder, *list(folder.parents)[:2])} == {0o700}
-    sleeping = site.start(launcher, "n0", "sleep", "60")
-    assert sleeping.alive() and os.getsid(sleeping.pid) == sleeping.pid
-    sleeping.kill()
-    assert status(sleeping) == -signal.SIGKILL
-    with pytest.raises(MissingEnvironmentError, match="no-such-program"):
-        site.start(launcher, "n0", "no-such-program")
-
-
+@pytest.mark.parametrize("site", [[]], indirect=True)
 def test_programs_start_in_the_folder_of_the_command(
-    site: Site, capfd: pytest.CaptureFixture[str]
+    site: AgentSite, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A remote shell begins elsewhere; where there is no such folder, that is said."""
-    hub, there = site.hub(), site.folder / "with blank"
+    there, missing = site.folder / "with blank", site.folder / "missing"
     there.mkdir()
-    folders = {"n0": there, "n1": site.folder / "missing"}
-    for rank, (name, folder) in enumerate(folders.items()):
-        orders = AgentOrders(name, rank, file=str(site.file), folder=str(folder))
-        site.remote(orders, "env", "-C", "/")
-    assert hub.await_agents(lambda: len(hub.seats) == 2, TIMEOUT)
-    launcher = AgentLauncher(site.job, hub, site.folder / "root", site.file)
-    ends = [status(site.start(launcher, name, "pwd")) for name in folders]
-    found = [(site.folder / f"{name}.log").read_text().strip() for name in folders]
+    for rank, folder in enumerate((there, missing)):
+        site.agent(f"n{rank}", rank, "env", "-C", "/", folder=str(folder))
+    site.until(lambda: len(site.hubs[0].seats) == 2)
+    ends = [status(start(site, name, "pwd")) for name in ("n0", "n1")]
+    found = [(site.folder / f"{name}.log").read_text().strip() for name in ("n0", "n1")]
     assert ends == [0, 0] and found == [str(there), "/"]
-    assert f"the folder {folders['n1']}, where" in capfd.readouterr().err
+    assert f"the folder {missing}, where" in capfd.readouterr().err
 
 
-def test_arguments_and_variables_may_be_any_bytes(site: Site) -> None:
-    """A message holds text only, and a path in another encoding is none."""
-    launcher, raw = site.launcher("n0"), os.fsdecode(b"gr\xf6\xdfe \xc3\xb1")
-    log = site.folder / f"{raw}.log"
-    environment = {"PATH": os.environ["PATH"], "RAW": raw}
-    shown = launcher.start("n0", ["sh", "-c", 'echo "$0 $RAW"', raw], environment, log)
-    assert status(shown) == 0
-    assert log.read_bytes() == b" ".join(2 * [os.fsencode(raw)]) + b"\n"
-
-
-def test_stdin_reaches_a_process_and_is_not_shown(site: Site) -> None:
-    launcher = site.launcher("n0")
-    log = site.folder / "log"
-    reader = launcher.start("n0", ["cat"], {"PATH": os.environ["PATH"]}, log, b"a secret")
-    assert status(reader) == 0 and log.read_text() == "a secret"
-
-
-def test_processes_outlive_their_agent_and_the_next_one_finds_them(site: Site) -> None:
-    launcher = site.launcher("n0")
-    sleeping = site.start(launcher, "n0", "sleep", "60")
-    site.fronts[0].leave()
+def test_processes_outlive_their_agent_and_the_next_one_finds_them(site: AgentSite) -> None:
+    sleeping = start(site, "n0", "sleep", "60")
+    site.fronts["n0", 0].leave()
     assert status(sleeping) == UNKNOWN_EXIT, "nobody knows what becomes of it now"
-    assert not launcher.reachable("n0")
+    assert not site.launcher.reachable("n0")
     with pytest.raises(NodeUnreachable, match="n0 has no agent"):
-        site.start(launcher, "n0", "true")
+        start(site, "n0", "true")
     site.agent("n0")
-    assert launcher.hub.await_agents(lambda: launcher.reachable("n0"), TIMEOUT)
-    found = launcher.attach("n0", sleeping.pid, sleeping.start_time)
+    site.until(lambda: site.launcher.reachable("n0"))
+    found = site.launcher.attach("n0", sleeping.pid, sleeping.start_time)
     assert found.alive()
     found.kill()
     assert status(found) == UNKNOWN_EXIT, "only its parent learns the status"
-    with pytest.raises(ProcessGoneError):
-        launcher.attach("n0", sleeping.pid, sleeping.start_time)
-    with pytest.raises(ProcessGoneError, match="not one of job"):
-        launcher.attach("n0", os.getpid())
 
 
-def test_agents_serve_the_next_supervisor_and_know_how_its_processes_ended(site: Site) -> None:
-    first = site.launcher("n0")
-    sleeping = site.start(first, "n0", "sleep", "60")
-    second_hub = site.hub()
-    assert second_hub.await_agents(lambda: second_hub.there("n0"), TIMEOUT)
-    second = AgentLauncher(site.job, second_hub, site.folder / "root", site.file)
-    found = second.attach("n0", sleeping.pid, sleeping.start_time)
+def test_agents_know_how_a_process_ended_that_they_started_for_the_last_supervisor(
+    site: AgentSite,
+) -> None:
+    sleeping = start(site, "n0", "sleep", "60")
+    found = site.make().attach("n0", sleeping.pid, sleeping.start_time)
     found.kill()
     assert status(found) == -signal.SIGKILL
 
 
-def test_all_agents_end_with_the_jobs_exit_code(site: Site) -> None:
-    launcher = site.launcher("n0", "n1")
-    launcher.hub.close(13)
-    assert [front.wait(TIMEOUT) for front in site.fronts] == [13, 13]
+@pytest.mark.parametrize("site", [["n0", "n1"]], indirect=True)
+def test_all_agents_end_with_the_jobs_exit_code(site: AgentSite) -> None:
+    site.hubs[0].close(13)
+    assert [front.wait(TIMEOUT) for front in site.fronts.values()] == [13, 13]
 
 
-def test_agents_are_in_no_process_tree_of_ours(site: Site) -> None:
-    launcher = site.launcher("n0")
-    child = site.start(launcher, "n0", "sleep", "60")
+def test_agents_are_in_no_process_tree_of_ours(site: AgentSite) -> None:
+    child = start(site, "n0", "sleep", "60")
     pid, ancestors = child.pid, set()
     while pid > 1:
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -195,17 +110,17 @@ def test_agents_are_in_no_process_tree_of_ours(site: Site) -> None:
     assert os.getpid() not in ancestors
 
 
-def test_two_nodes_of_one_name_are_refused(site: Site) -> None:
-    launcher = site.launcher("n0")
-    site.agent("n0", rank=1)
+def test_two_nodes_of_one_name_are_refused(site: AgentSite) -> None:
+    other = site.agent("n0", rank=1)
     with pytest.raises(ConfigError, match=r"once on each node.*--node-name"):
-        launcher.hub.await_agents(lambda: len(launcher.hub.seats) == 2, TIMEOUT)
-    assert site.fronts[1].wait(TIMEOUT) == 2
-    assert launcher.reachable("n0")
+        site.until(lambda: len(site.hubs[0].seats) == 2)
+    assert other.wait(TIMEOUT) == 2
+    assert site.launcher.reachable("n0")
 
 
-def test_who_does_not_know_the_secret_is_not_heard(site: Site) -> None:
-    hub = site.hub()
+@pytest.mark.parametrize("site", [[]], indirect=True)
+def test_a_stranger_without_the_secret_gets_no_answer(site: AgentSite) -> None:
+    (hub,) = site.hubs
     stranger = Meeting(hub.meeting.endpoint, bytes(SECRET_BYTES))
     with zmq.Context() as context, context.socket(zmq.DEALER) as other:
         other.linger = 0
@@ -217,20 +132,15 @@ def test_who_does_not_know_the_secret_is_not_heard(site: Site) -> None:
     assert repr(hub.meeting.secret) not in repr(hub.meeting)
 
 
-def test_noise_from_who_knows_the_secret_ends_nothing(site: Site) -> None:
-    launcher = site.launcher("n0")
+def test_noise_from_a_peer_with_the_secret_ends_nothing(site: AgentSite) -> None:
+    meeting, noise = site.hubs[0].meeting, [b"", b"\xff" * 9, m.encode(m.AgentHeard())]
     with zmq.Context() as context, context.socket(zmq.DEALER) as other:
         other.linger = 500
-        launcher.hub.meeting.keys.connect(other, launcher.hub.meeting.endpoint)
-        for frame in (
-            b"",
-            b"\xff" * 9,
-            m.encode(m.AgentHeard()),
-            m.encode(m.ProcessEnded("no such", 0)),
-        ):
+        meeting.keys.connect(other, meeting.endpoint)
+        for frame in (*noise, m.encode(m.ProcessEnded("no such", 0))):
             other.send(frame)
         other.send_multipart([b"a", b"b", b"c"])
-    assert status(site.start(launcher, "n0", "true")) == 0
+    assert status(start(site, "n0", "true")) == 0
 
 
 LAUNCHERS = {

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.core import procfs
 from megatron_ft.core.errors import MpiError
-from megatron_ft.launchers.launcher import NodeUnreachable, Placement
+from megatron_ft.launchers.launcher import Placement
 from megatron_ft.launchers.launcher_env import without_outer_launcher
 from megatron_ft.launchers.mpirun import (
     MpiKind,
@@ -31,26 +30,12 @@ from megatron_ft.launchers.mpirun import (
 )
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.launchers.world import WORLD, WorldProcess, probe_world
+from tests.programs import world_rank
 
 TIMEOUT = 60.0
 PROMPT = 20.0
 NODES = ["n0", "n1", "n2"]
 OPEN_MPI = MpiLauncher(Path("/opt/bin/mpirun"), MpiKind.OPEN_MPI, "5.0.11", "/opt/bin/python")
-
-# Each rank writes a file when the world is complete, then waits for its end.
-RANK = """
-import os, sys, threading
-from mpi4py import MPI
-world = MPI.COMM_WORLD
-world.barrier()
-text = "|".join([str(world.size), os.environ["MEGATRON_FT_NODE"], os.environ["ODD"],
-                 str(len(os.sched_getaffinity(0)))])
-with open(os.path.join(sys.argv[1], f".{world.rank}"), "w") as file:
-    file.write(text)
-os.rename(file.name, os.path.join(sys.argv[1], f"rank{world.rank}"))
-if len(sys.argv) > 2:
-    threading.Event().wait(60)
-"""
 
 variables = st.dictionaries(st.sampled_from("ABCDE"), st.text("xy", max_size=2))
 
@@ -129,23 +114,6 @@ def cluster(mpi: MpiLauncher) -> Iterator[VirtualCluster]:
         made.destroy()
 
 
-def place(node: str, folder: Path, *arguments: str) -> Placement:
-    env = {**os.environ, "ODD": f'{node} has "quotes", $x : and blanks'}
-    return Placement(node, [sys.executable, "-c", RANK, str(folder), *arguments], env)
-
-
-def start_waiting_world(cluster: VirtualCluster, folder: Path) -> WorldProcess:
-    """A world over all nodes, returned when every rank is in it."""
-    placements = [place(node, folder, "wait") for node in NODES]
-    world = cluster.start_world(placements, folder / "log")
-    deadline = time.monotonic() + TIMEOUT
-    while len(list(folder.glob("rank*"))) < len(NODES):
-        said = (folder / "log").read_text()
-        assert world.alive() and time.monotonic() < deadline, f"the world did not start: {said}"
-        time.sleep(0.02)
-    return world
-
-
 def members(world: WorldProcess) -> list[int]:
     def belongs(pid: int) -> bool:
         return procfs.read_environment(pid).get(WORLD) == world.world
@@ -153,21 +121,9 @@ def members(world: WorldProcess) -> list[int]:
     return [pid for pid in procfs.own_processes() if belongs(pid)]
 
 
-async def promptly(world: WorldProcess) -> int:
-    return await asyncio.wait_for(world.wait(), PROMPT)
-
-
-@pytest.mark.mpi
-def test_a_world_has_its_ranks_in_order_each_with_its_own_environment(
-    cluster: VirtualCluster, tmp_path: Path
-) -> None:
-    world = cluster.start_world([place(n, tmp_path) for n in NODES], tmp_path / "log")
-    assert world.join(TIMEOUT) == 0, (tmp_path / "log").read_text()
-    for rank, node in enumerate(NODES):
-        size, its_node, odd, _ = (tmp_path / f"rank{rank}").read_text().split("|")
-        assert (size, its_node) == ("3", node)
-        assert odd == place(node, tmp_path).env["ODD"]
-    assert list((cluster.root / cluster.job / ".worlds").iterdir()) == []
+def place(node: str, folder: Path, *arguments: str) -> Placement:
+    argv = [sys.executable, world_rank.__file__, str(folder), *arguments]
+    return Placement(node, argv, {**os.environ, "ODD": node})
 
 
 @pytest.mark.mpi
@@ -180,43 +136,8 @@ def test_a_world_of_two_is_not_bound_to_the_first_cores(
     world = cluster.start_world([place(n, tmp_path) for n in NODES[:2]], tmp_path / "log")
     assert world.join(TIMEOUT) == 0, (tmp_path / "log").read_text()
     for rank in (0, 1):
-        cores = (tmp_path / f"rank{rank}").read_text().split("|")[-1]
-        assert int(cores) == len(os.sched_getaffinity(0))
-
-
-@pytest.mark.mpi
-def test_losing_a_node_ends_the_world_and_only_it(cluster: VirtualCluster, tmp_path: Path) -> None:
-    bystander = cluster.start("n0", ["sleep", "60"], os.environ, tmp_path / "log0")
-    world = start_waiting_world(cluster, tmp_path)
-    assert len(cluster.processes_of("n1")) == 1
-    cluster.kill_node("n1")
-    assert asyncio.run(promptly(world)) != 0
-    assert members(world) == []
-    assert bystander.alive()
-    with pytest.raises(NodeUnreachable, match="n1"):
-        cluster.start_world([place(n, tmp_path) for n in NODES], tmp_path / "log")
-
-
-@pytest.mark.mpi
-def test_killing_the_handle_kills_every_rank_and_leaves_no_file(
-    cluster: VirtualCluster, tmp_path: Path
-) -> None:
-    world = start_waiting_world(cluster, tmp_path)
-    assert len(members(world)) >= 1 + len(NODES)
-    world.kill()
-    assert asyncio.run(promptly(world)) == -9
-    assert members(world) == []
-    assert list((cluster.root / cluster.job / ".worlds").iterdir()) == []
-
-
-@pytest.mark.mpi
-def test_ranks_do_not_outlive_an_mpi_launcher_that_is_killed(
-    cluster: VirtualCluster, tmp_path: Path
-) -> None:
-    world = start_waiting_world(cluster, tmp_path)
-    os.kill(world.pid, 9)
-    assert asyncio.run(promptly(world)) == -9
-    assert members(world) == []
+        seen = json.loads((tmp_path / f"rank{rank}").read_text())
+        assert seen["processors"] == len(os.sched_getaffinity(0))
 
 
 @pytest.mark.mpi
@@ -225,21 +146,8 @@ def test_a_node_lost_before_its_rank_exists_ends_the_world(
 ) -> None:
     world = cluster.start_world([place(n, tmp_path, "wait") for n in NODES], tmp_path / "log")
     cluster.kill_node("n2")
-    assert asyncio.run(promptly(world)) != 0
+    assert world.join(TIMEOUT) != 0
     assert members(world) == [] and cluster.processes_of("n2") == []
-
-
-@pytest.mark.mpi
-def test_nothing_that_all_ranks_share_is_on_a_command_line(
-    cluster: VirtualCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    token = uuid.uuid4().hex
-    monkeypatch.setenv("ACCESS_TOKEN", token)
-    world = start_waiting_world(cluster, tmp_path)
-    for pid in members(world):
-        assert token.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
-    world.kill()
-    world.join(TIMEOUT)
 
 
 @pytest.mark.mpi
