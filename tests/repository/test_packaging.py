@@ -208,7 +208,8 @@ def test_wheel_contains_every_module_and_nothing_else(our_wheel: Path) -> None:
     shared = {n.partition("/data/share/megatron-ft/")[2] for n in packed}
     assert shared - {""} == set(init.shipped())
     packed = {n for n in packed if ".data/" not in n}
-    assert packed - modules == {*typed, "deepspeed_ext/inmem_snapshot.schema.json"}
+    data = {"megatron_ft/cli/report/page.html", "deepspeed_ext/inmem_snapshot.schema.json"}
+    assert packed - modules == typed | data
     assert any(n.endswith(".dist-info/licenses/LICENSE") for n in names)
 
 

@@ -1,6 +1,6 @@
-"""Charts as inline SVG, all above the same axis of time.  Pure.
+"""Charts over a job's time as inline SVG and HTML.  Pure.
 
-Every text is escaped here, every number is formatted by us; colours are classes of the style.
+Every text is escaped here, every number is formatted by us; colours are classes of ``page.html``.
 """
 
 from __future__ import annotations
@@ -59,12 +59,8 @@ class Axis:
         step = _step(self.wall / size, _TICKS)
         for number in range(int(self.wall / size / step) + 1):
             x = self.x(number * step * size)
-            yield f'<path class="tick" d="M{x:.1f} {height:.1f}v4"/>'
-            yield _text(x, height + 17, f"{number * step:g} {unit}", "middle")
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text_of(text)}</text>'
+            yield _path("tick", f"M{x:.1f} {height:.1f}v4")
+            yield _text(x, height + 17, f"{number * step:g} {unit}")
 
 
 def _svg(height: float, label: str, parts: Iterable[str]) -> str:
@@ -74,69 +70,70 @@ def _svg(height: float, label: str, parts: Iterable[str]) -> str:
     )
 
 
-def _box(css: str, x: float, y: float, width: float, height: float, title: str) -> str:
-    return (
-        f'<rect class="{css}" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}">'
-        f"<title>{text_of(title)}</title></rect>"
-    )
+def _path(css: str, line: str, title: str = "") -> str:
+    inner = title and f"<title>{text_of(title)}</title>"
+    return f'<path class="{css}" d="{line}">{inner}</path>'
+
+
+def _box(x: float, y: float, width: float, height: float) -> str:
+    return f"M{x:.2f} {y:.2f}h{width:.2f}v{height:.2f}h-{width:.2f}z"
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text_of(text)}</text>'
 
 
 def time_chart(axis: Axis, found: Ledger) -> str:
     """One bar from beginning to end, coloured by category; incidents above, incarnations below."""
-    paths: dict[str, list[str]] = {}
+    boxes: dict[str, str] = {}
     incarnations: dict[int, Point] = {}
     for span in found.spans:
         left, right = axis.x(span.start), axis.x(span.stop)
-        width = right - left
-        paths.setdefault(span.category, []).append(f"M{left:.2f} 22h{width:.2f}v40h-{width:.2f}z")
+        boxes[span.category] = boxes.get(span.category, "") + _box(left, 22, right - left, 40)
         incarnations[span.incarnation] = (incarnations.get(span.incarnation, (left,))[0], right)
-    parts = [
-        f'<path class="{name}" d="{"".join(pieces)}"><title>{name}</title></path>'
-        for name, pieces in paths.items()
-    ]
+    parts = [_path(name, line, name) for name, line in boxes.items()]
     for number, (left, right) in incarnations.items():
         if number and right - left > 12 and len(incarnations) <= MOST_MARKS:
-            parts.append(
-                _box("part", left + 0.5, 64, right - left - 1, 16, f"incarnation {number}")
-            )
-            parts.append(_text((left + right) / 2, 76, str(number), "middle"))
+            box = _box(left + 0.5, 64, right - left - 1, 16)
+            parts.append(_path("part", box, f"incarnation {number}"))
+            parts.append(_text((left + right) / 2, 76, str(number)))
     return _svg(108, "Timeline", [*parts, *_marks(axis, found.incidents), *axis.ticks(84)])
 
 
 def _marks(axis: Axis, incidents: Sequence[Incident]) -> Iterator[str]:
     """A triangle for each incident, or of many a column for those of one moment."""
-    places: dict[int, list[Incident]] = {}
-    few = len(incidents) <= MOST_MARKS
-    for number, one in enumerate(incidents):
-        places.setdefault(number if few else int(axis.x(one.at) / 8), []).append(one)
-    most = max(map(len, places.values()), default=0)
-    for place, found in places.items():
-        one, x, count = found[0], axis.x(found[0].at), len(found)
-        title = f"{one.kind} at {duration(one.at)}: {one.text[:200]}"
-        if few:
-            path = f'<path class="mark" d="M{x:.1f} 20l-5-10h10z">'
-            yield f"{path}<title>{text_of(title)}</title></path>"
-        else:
-            yield _box("mark", 8 * place, 20 - 16 * count / most, 7, 16 * count / most, f"{count}")
+    if len(incidents) <= MOST_MARKS:
+        for one in incidents:
+            title = f"{one.kind} at {duration(one.at)}: {one.text[:200]}"
+            yield _path("mark", f"M{axis.x(one.at):.1f} 20l-5-10h10z", title)
+        return
+    counts: dict[int, int] = {}
+    for one in incidents:
+        place = int(axis.x(one.at) / 8)
+        counts[place] = counts.get(place, 0) + 1
+    for place, count in counts.items():
+        height = 16 * count / max(counts.values())
+        yield _path("mark", _box(8 * place, 20 - height, 7, height), f"{count}")
 
 
 def line_chart(
     axis: Axis,
     series: Mapping[str, Curve],
     label: str,
-    faults: Sequence[Incident] = (),
+    faults: Sequence[Incident],
     *,
     dots: bool = False,
     low: float = 0.0,
+    finest: float = 0.0,
 ) -> str:
-    """Curves by the class of their style, from ``low`` to their highest value."""
+    """Curves by their class, from ``low`` to their highest value; ``finest`` is a least step."""
     top, bottom = 10, 130
-    values = [value for curve in series.values() for piece in curve for _, value in piece]
-    high = max([low, *values])
-    step = _step((high - low) or 1.0, 4)
-    if label.startswith("Iterations"):
-        step = max(step, 1.0)
-    first, last = math.floor(low / step), max(math.ceil(high / step), math.floor(low / step) + 1)
+    high = max(
+        [low, *(value for curve in series.values() for piece in curve for _, value in piece)]
+    )
+    step = max(_step((high - low) or 1.0, 4), finest)
+    first = math.floor(low / step)
+    last = max(math.ceil(high / step), first + 1)
 
     def y(value: float) -> float:
         return bottom - (value / step - first) / (last - first) * (bottom - top)
@@ -144,36 +141,29 @@ def line_chart(
     parts = []
     for number in range(first, last + 1):
         height = y(number * step)
-        parts.append(f'<path class="grid" d="M{LEFT} {height:.1f}H{WIDTH - RIGHT}"/>')
+        parts.append(_path("grid", f"M{LEFT} {height:.1f}H{WIDTH - RIGHT}"))
         parts.append(_text(LEFT - 8, height + 4, f"{number * step:,.10g}", "end"))
     columns = {round(axis.x(one.at)) for one in faults if len(faults) <= MOST_MARKS}
-    parts += [f'<path class="fault" d="M{x} {top}V{bottom}"/>' for x in sorted(columns)]
+    parts += [_path("fault", f"M{x} {top}V{bottom}") for x in sorted(columns)]
     for css, curve in series.items():
         for piece in thinned(curve, axis.wall, _COLUMNS):
-            places = [(axis.x(at), y(value)) for at, value in piece]
-            parts += _dots(css, places) if dots else [_line(css, places)]
+            places = [f"{axis.x(at):.1f} {y(value):.1f}" for at, value in piece]
+            if dots:
+                parts += [
+                    _path(css, f"M{place}m-2 0a2 2 0 1 0 4 0a2 2 0 1 0-4 0") for place in places
+                ]
+            elif places:
+                parts.append(_path(f"line {css}", f"M{'L'.join(places)}"))
     return _svg(bottom + 22, label, [*parts, *axis.ticks(bottom)])
 
 
-def _dots(css: str, places: Iterable[Point]) -> Iterator[str]:
-    return (f'<circle class="dot {css}" cx="{x:.1f}" cy="{y:.1f}" r="2.2"/>' for x, y in places)
-
-
-def _line(css: str, places: Sequence[Point]) -> str:
-    path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-    return f'<path class="line {css}" d="M{path}"/>' if places else ""
-
-
 def stacked_bar(parts: Mapping[str, float], longest: float) -> str:
-    """A horizontal bar of parts by the class of their style; ``longest`` fills the width."""
-    boxes, left, scale = [], 0.0, WIDTH / longest if longest else 0.0
-    for name, seconds in parts.items():
-        width = max(seconds, 0.0) * scale
-        if width:
-            boxes.append(_box(name, left, 0, width, 18, f"{name} {duration(seconds)}"))
-        left += width
-    shown = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds)
-    return (
-        f'<svg class="bar" viewBox="0 0 {WIDTH} 18" preserveAspectRatio="none" role="img" '
-        f'aria-label="{text_of(shown)}">{"".join(boxes)}</svg>'
+    """A horizontal bar of parts by their class; ``longest`` seconds fill the width."""
+    shown = {name: seconds for name, seconds in parts.items() if seconds > 0}
+    titles = [f"{name} {duration(seconds)}" for name, seconds in shown.items()]
+    pieces = (
+        f'<i class="{name}" style="width:{seconds / longest:.3%}" title="{title}"></i>'
+        for (name, seconds), title in zip(shown.items(), titles, strict=True)
     )
+    label = ", ".join(titles)
+    return f'<div class="bar" role="img" aria-label="{label}">{"".join(pieces)}</div>'

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
 from statistics import median
-from typing import Any
+from string import Template
 
 from megatron_ft.cli.report.charts import (
     MOST_MARKS,
@@ -17,7 +19,6 @@ from megatron_ft.cli.report.charts import (
     time_chart,
 )
 from megatron_ft.cli.report.curves import Curves, curves
-from megatron_ft.cli.report.style import style
 from megatron_ft.supervisor.event_log import RecordedEvent
 from megatron_ft.supervisor.heartbeats import PARTS
 from megatron_ft.supervisor.ledger import (
@@ -32,9 +33,6 @@ from megatron_ft.supervisor.ledger import (
 MOST_BARS, MOST_INCIDENTS, MOST_EVENTS = 24, 100, 100
 _LONGEST_TEXT = 600
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""The browser itself refuses scripts and requests, even if some text was not escaped."""
-
 _LEVELS = {
     "local": "since the newest snapshot that outlives a trainer",
     "protected": "since the newest snapshot that outlives a node",
@@ -44,22 +42,14 @@ _LEVELS = {
 def page(job: str, events: Sequence[RecordedEvent], now: float) -> str:
     """The HTML text; ``now`` is the moment, in seconds since 1970, that it names as its own."""
     found, name = ledger(events), text_of(job)
-    body = [*_head(name, events, found, now), *_ledger_section(found)]
+    parts = [_head(name, events, found, now), _ledger_section(found)]
     if found.wall:
         axis = Axis(found.wall)
-        body[1:1] = _timeline_section(axis, found)
-        body += _recoveries(events)
-        body += _progress(axis, curves(events), found.incidents)
-    body += [*_incidents(events, found.incidents), *_last_events(events)]
-    return (
-        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{name}: job report</title><style>{style()}</style></head><body>"
-        + "\n".join(body)
-        + "<footer>Written by megatron-ft report. Memory is not shown: events do not record it."
-        "</footer></body></html>\n"
-    )
+        parts.insert(1, _timeline_section(axis, found))
+        parts += [_recoveries(events), _progress(axis, curves(events), found.incidents)]
+    parts += [_incidents(events, found.incidents), _last_events(events)]
+    template = Template(Path(__file__).with_name("page.html").read_text())
+    return template.substitute(name=name, body="\n".join(chain.from_iterable(parts)))
 
 
 def _moment(seconds: float) -> str:
@@ -68,14 +58,13 @@ def _moment(seconds: float) -> str:
 
 def _head(name: str, events: Sequence[RecordedEvent], found: Ledger, now: float) -> Iterator[str]:
     last = events[-1]
-    committed = [event for event in events if event["kind"] == "committed"]
-    newest = f"{committed[-1].get('iteration', -1):,}" if committed else "none"
+    committed = [event.get("iteration", -1) for event in events if event["kind"] == "committed"]
     facts = {
         "Wall time": duration(found.wall),
         "Productive (ETTR)": f"{found.ettr:.1%}",
         "Incidents": f"{len(found.incidents):,}",
         "Incarnations": f"{len(_incarnations(found)):,}",
-        "Committed iteration": newest,
+        "Committed iteration": f"{committed[-1]:,}" if committed else "none",
     }
     tiles = "".join(f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in facts.items())
     began = next((event["text"] for event in events if event["kind"] == SUPERVISING), "")
@@ -93,11 +82,7 @@ def _incarnations(found: Ledger) -> list[int]:
 
 
 def _legend(names: Mapping[str, str]) -> str:
-    items = "".join(
-        f'<li><svg viewBox="0 0 12 12" aria-hidden="true"><rect class="{css}" width="12" '
-        f'height="12" rx="2"/></svg>{words}</li>'
-        for css, words in names.items()
-    )
+    items = "".join(f'<li><i class="{css}"></i>{words}</li>' for css, words in names.items())
     return f'<ul class="legend">{items}</ul>'
 
 
@@ -178,9 +163,10 @@ def _progress(axis: Axis, found: Curves, incidents: Sequence[Incident]) -> Itera
     if not found.committed or not values:
         return
     series = {"committed": [found.committed], "reached": found.reached}
+    low = max(min(values), 0)
     yield "<section><h2>Progress</h2><h3>Iterations</h3>"
     yield _legend({"reached": "reached", "committed": "newest committed"})
-    yield line_chart(axis, series, "Iterations over time", incidents, low=max(min(values), 0))
+    yield line_chart(axis, series, "Iterations over time", incidents, low=low, finest=1)
     if found.pace:
         yield "<h3>Seconds of an iteration</h3>"
         yield '<p class="note">The mean between two commits.</p>'
@@ -234,23 +220,18 @@ def _by_kind(incidents: Sequence[Incident]) -> str:
 
 
 def _last_events(events: Sequence[RecordedEvent]) -> Iterator[str]:
-    told = [(at, event) for at, event in timeline(events) if event["kind"] != "committed"]
-    shown = told[-MOST_EVENTS:]
+    others = [(at, event) for at, event in timeline(events) if event["kind"] != "committed"]
+    shown = others[-MOST_EVENTS:]
     rows = [
         (
             _moment(events[0]["time"] + at),
             text_of(event.get("incarnation", 0)),
             text_of(event["kind"]),
-            text_of(_short(event)),
+            text_of(event["text"][:_LONGEST_TEXT] + " ..." * (len(event["text"]) > _LONGEST_TEXT)),
         )
         for at, event in shown
     ]
     yield "<section><h2>Events</h2>"
-    yield _left_out(len(shown), len(told), "events")
-    yield f'<p class="note">Without {len(events) - len(told):,} commits.</p>'
+    yield _left_out(len(shown), len(others), "events")
+    yield f'<p class="note">Without {len(events) - len(others):,} commits.</p>'
     yield _table({"When": "", "Incarnation": "n", "Kind": "", "Text": "t"}, rows) + "</section>"
-
-
-def _short(event: Mapping[str, Any]) -> str:
-    text: str = event["text"]
-    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]} ..."
