@@ -41,7 +41,6 @@ from megatron_ft.core.errors import (
     MegatronFTError,
     SnapshotUnavailableError,
     UntrustedFileError,
-    error_class,
 )
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.rpc import messages as m
@@ -345,7 +344,7 @@ def _waiting_slot(arena: Arena, snapshot: SnapshotId) -> int:
 def _tell(environment: ProcessEnvironment, message: m.Message) -> None:
     answer: Any = ask(environment.socket, message, ANSWER_SECONDS)
     if isinstance(answer, m.Refused):
-        raise error_class(answer.error)(answer.reason)
+        raise answer.error
     if not isinstance(answer, m.Ok | m.EncoderWelcome):
         raise ControlPlaneError(f"the SMP answered {type(answer).__name__} to a loader")
 

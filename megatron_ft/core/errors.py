@@ -172,6 +172,18 @@ class StaleIncarnationError(ControlPlaneError):
     """The sender belongs to an earlier incarnation of the job and must stop."""
 
 
+class TransitionRefusedError(ControlPlaneError):
+    """The slot is not in a state in which the request makes sense; nothing was changed."""
+
+
+class PinnedError(TransitionRefusedError):
+    """Readers hold the slot that a new snapshot needs."""
+
+
+class WorldGoneError(TransitionRefusedError):
+    """The message belongs to an encoder world that is not, or no longer, the node's."""
+
+
 class UnrecoverableError(MegatronFTError):
     """No snapshot in memory can be served; the message says which stripe lost what."""
 

@@ -86,7 +86,7 @@ def _carry_out(runner: OrderRunner, order: Order, smp: Connection) -> None:
             smp.send(report)
     except BaseException as error:
         corrupt = error.shard_id if isinstance(error, CorruptMemberError) else ""
-        unfit = LayoutMismatchError.__name__ if isinstance(error, LayoutMismatchError) else ""
+        unfit = isinstance(error, LayoutMismatchError)
         reason = str(error) if unfit else explain(error)
         smp.send(OrderFailed(order.snapshot, order.world, reason, corrupt, unfit))
         raise

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.rpc.node_messages import Message, Name, Pid
 
 
@@ -66,11 +67,11 @@ class ProcessRuns(Message, frozen=True):
 
 
 class ProcessRefused(Message, frozen=True):
-    """A process does not run; ``error`` names a class of megatron_ft.core.errors, "": it ended."""
+    """A process does not run; ``gone`` if it has ended."""
 
     id: Name
-    error: str
-    reason: str
+    error: MegatronFTError
+    gone: bool = False
 
 
 class ProcessEnded(Message, frozen=True):

@@ -17,7 +17,7 @@ from pathlib import Path
 import zmq
 
 from megatron_ft.core.environment import WHY_COLD, ProcessEnvironment, start_kind
-from megatron_ft.core.errors import ControlPlaneError, error_class
+from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.frameworks import imported_versions
 from megatron_ft.core.identity import RankRule, SealedRecord, SnapshotId
 from megatron_ft.core.procfs import pid_namespace
@@ -189,7 +189,7 @@ class TrainerClient:
                 f"{timeout:.0f} s: other ranks may be late (`megatron-ft status` names them)"
             ) from None
         if isinstance(answer, m.Refused):
-            raise error_class(answer.error)(answer.reason)
+            raise answer.error
         if not isinstance(answer, wanted):
             raise ControlPlaneError(f"the SMP answered {type(answer).__name__} to {request!r}")
         return answer

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from megatron_ft.arena.format import SlotHeader
+from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.identity import Ancestor, Count, Iteration, ShardId, SnapshotId
 from megatron_ft.rpc import node_messages as node
 from megatron_ft.rpc.arena_messages import Attached, Outgrown, Unattached
@@ -125,6 +126,12 @@ class Inventory(Message, frozen=True):
     hanging: tuple[str, ...] = ()
 
 
+class LeaseHeld(Message, frozen=True):
+    """Answer to Admit: an older coordinator may lead the node for so many ``seconds`` more."""
+
+    seconds: Seconds
+
+
 class ReenterRanks(Message, frozen=True):
     """Have released trainers train again: rank to the variables that have changed."""
 
@@ -196,8 +203,7 @@ class ArenasReady(Message, frozen=True):
     """Every arena of the job exists: waiting Prepare requests may be answered, or refused."""
 
     incarnation: Count
-    error: str = ""
-    reason: str = ""
+    error: MegatronFTError | None = None
 
 
 class Rebuild(Message, frozen=True):

@@ -129,5 +129,6 @@ def register_leased_process(what: str) -> None:
     request = m.LeasedProcess(f"{what}-{os.getpid()}", os.getpid(), environment.incarnation)
     answer = ask(environment.socket, request, 30.0)
     if isinstance(answer, m.Refused):
-        kind = StaleIncarnationError if "Stale" in answer.error else ControlPlaneError
+        stale = isinstance(answer.error, StaleIncarnationError)
+        kind = StaleIncarnationError if stale else ControlPlaneError
         raise kind(f"{what} on node {environment.node} must not begin: {answer.reason}")

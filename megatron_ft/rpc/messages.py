@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft.core.errors import UNREADABLE, ControlPlaneError
+from megatron_ft.core.errors import UNREADABLE, ControlPlaneError, MegatronFTError, error_class
 from megatron_ft.rpc.agent_messages import *  # noqa: F403
 from megatron_ft.rpc.arena_messages import *  # noqa: F403
 from megatron_ft.rpc.job_messages import *  # noqa: F403
@@ -31,8 +31,21 @@ def _kinds(base: type[Message]) -> Iterator[type[Message]]:
 MESSAGES: tuple[type[Message], ...] = tuple(_kinds(Message))
 """Types that a frame may hold."""
 
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reduce(or_, MESSAGES))
+
+def _error_as_words(error: object) -> tuple[str, str]:
+    return type(error).__name__, str(error)
+
+
+def _error_of_words(kind: type, words: object) -> MegatronFTError:
+    """The error of this package with that name; ControlPlaneError for a name that is not ours."""
+    name, text = msgspec.convert(words, tuple[str, str])
+    return error_class(name)(text)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_error_as_words)
+_DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    reduce(or_, MESSAGES), dec_hook=_error_of_words
+)
 
 
 def encode(message: Message) -> bytes:

@@ -1,6 +1,6 @@
 """Messages within one node: trainers, encoders and readers of snapshots with their SMP.
 
-The base of all messages, and the errors by which an SMP refuses one, are here too.
+The base of all messages is here too.
 """
 
 from __future__ import annotations
@@ -47,22 +47,14 @@ class Ok(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The request was not carried out; ``error`` names a class of megatron_ft.core.errors."""
+    """The request was not carried out; ``error`` is raised again on the other side."""
 
-    error: str
-    reason: str
+    error: MegatronFTError
 
-
-class TransitionRefusedError(MegatronFTError):
-    """The slot is not in a state in which the request makes sense; nothing was changed."""
-
-
-class PinnedError(TransitionRefusedError):
-    """Readers hold the slot that a new snapshot needs."""
-
-
-class WorldGoneError(TransitionRefusedError):
-    """The message belongs to an encoder world that is not, or no longer, the node's."""
+    @property
+    def reason(self) -> str:
+        """The error's text."""
+        return str(self.error)
 
 
 class Hello(Message, frozen=True):
@@ -246,14 +238,10 @@ class CorruptShard(Message, frozen=True):
 
 
 class Unfit(Message, frozen=True):
-    """The trainer's shard cannot take the snapshot, now or ever: starting again will not help.
-
-    ``error`` names a class of megatron_ft.core.errors.
-    """
+    """The trainer's shard cannot take the snapshot, now or ever: starting again will not help."""
 
     shard_id: ShardId
-    error: str
-    reason: str
+    error: MegatronFTError
 
 
 class CaptureCost(Message, frozen=True):
@@ -445,14 +433,14 @@ class EncoderRefused(Message, frozen=True):
 class OrderFailed(Message, frozen=True):
     """Encoder to SMP: the order cannot be finished; ``corrupt`` names a shard with bad bytes.
 
-    ``error`` names a class of megatron_ft.core.errors, for what would fail again.
+    ``unfit``: the layouts of the shards do not fit, so that it would fail again.
     """
 
     snapshot: SnapshotId
     world: str
     reason: str
     corrupt: str = ""
-    error: str = ""
+    unfit: bool = False
 
 
 class Pin(Message, frozen=True):

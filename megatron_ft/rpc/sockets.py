@@ -151,7 +151,7 @@ class Server:
             try:
                 message = decode(frame)
             except ControlPlaneError as error:
-                await self.send(peer, refusal(error))
+                await self.send(peer, Refused(error))
                 continue
             answer = await answered(handle(peer, message), message)
             if answer is not None:
@@ -172,15 +172,11 @@ async def answered(work: Awaitable[Message | None], request: object) -> Message 
     try:
         return await work
     except MegatronFTError as error:
-        return refusal(error)
+        return Refused(error)
     except Exception as error:
         log.error("%r could not be handled", request, exc_info=error)
-        return Refused("ControlPlaneError", f"{type(error).__name__}: {error}; see the SMP's log")
-
-
-def refusal(error: MegatronFTError) -> Refused:
-    """An error as an answer; the other side raises it again."""
-    return Refused(type(error).__name__, str(error))
+        reason = f"{type(error).__name__}: {error}; see the SMP's log"
+        return Refused(ControlPlaneError(reason))
 
 
 class Connection:

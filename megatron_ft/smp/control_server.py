@@ -12,7 +12,12 @@ import msgspec
 from megatron_ft.arena.limits import memory_readings
 from megatron_ft.core import private_files, procfs
 from megatron_ft.core.environment import IMPORTS_NAME
-from megatron_ft.core.errors import UNREADABLE, ControlPlaneError, StaleIncarnationError
+from megatron_ft.core.errors import (
+    UNREADABLE,
+    ControlPlaneError,
+    StaleIncarnationError,
+    TransitionRefusedError,
+)
 from megatron_ft.core.fault_points import reach
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Peer, Server, answered
@@ -106,7 +111,7 @@ class ControlServer:
         ]
         if isinstance(answer, m.Ok) and late:
             text = f"{', '.join(late)} had passed iteration {request.iteration}"
-            raise m.TransitionRefusedError(text)
+            raise TransitionRefusedError(text)
         return answer
 
     async def _create_arena(self, request: m.CreateArena) -> None:
@@ -121,7 +126,7 @@ class ControlServer:
         for shard_id, identity in waiting.items():
             answer: m.Message
             if request.error:
-                answer = m.Refused(request.error, request.reason)
+                answer = m.Refused(request.error)
             else:
                 answer = self._prepared(shard_id)
             await service.send_local((identity,), answer)
@@ -203,7 +208,7 @@ class ControlServer:
         service, machine = self._service, self._service.machine
         left = service.lease_until - time.monotonic()
         if left > 0 and identity != service.events.coordinator:
-            return m.Refused("LeaseHeld", f"{left:.3f}")
+            return m.LeaseHeld(left)
         highest = machine.highest_incarnation
         if request.incarnation <= highest:
             raise StaleIncarnationError(f"incarnation {highest} was here already")

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_ft.arena.format import SlotHeader, SlotState
+from megatron_ft.core.errors import PinnedError, TransitionRefusedError
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.slot_rules import (
@@ -75,7 +76,7 @@ class ShardSlots:
         """As ``find``; TransitionRefusedError if there is none."""
         index = self.find(snapshot)
         if index is None:
-            raise m.TransitionRefusedError(f"{self.shard_id} has no slot with snapshot {snapshot}")
+            raise TransitionRefusedError(f"{self.shard_id} has no slot with snapshot {snapshot}")
         return index
 
     def take_changes(self) -> list[tuple[int, SlotHeader]]:
@@ -95,7 +96,7 @@ class ShardSlots:
         """The slot of ``snapshot``; TransitionRefusedError unless it is in one of ``states``."""
         index = self.slot_of(snapshot)
         if self.slots[index].state not in states:
-            raise m.TransitionRefusedError(
+            raise TransitionRefusedError(
                 f"{self.shard_id} slot {index} with snapshot {snapshot} is "
                 f"{self.slots[index].state.name}, not {'/'.join(s.name for s in states)}"
             )
@@ -173,9 +174,9 @@ class ShardSlots:
         """Promise a slot to the trainer; its content stays.  Returns the slot's number."""
         index = self.victim(give_up_protected, lost)
         if self.held_back():
-            raise m.PinnedError(f"{self.shard_id} has no slot for {snapshot} but those being read")
+            raise PinnedError(f"{self.shard_id} has no slot for {snapshot} but those being read")
         if index is None or capturing(self.slots):
-            raise m.TransitionRefusedError(f"{self.shard_id} has no free slot for {snapshot}")
+            raise TransitionRefusedError(f"{self.shard_id} has no free slot for {snapshot}")
         self.promise = Promise(snapshot, iteration, index, give_up_protected, lost)
         return index
 
@@ -190,11 +191,11 @@ class ShardSlots:
             return
         promise = self.promise
         if promise is None or promise.snapshot != snapshot:
-            raise m.TransitionRefusedError(f"{self.shard_id} has promised no slot for {snapshot}")
+            raise TransitionRefusedError(f"{self.shard_id} has promised no slot for {snapshot}")
         give_up, spared = promise.give_up_protected, self.pins.values()
         slots = without_lost(self.slots, promise.lost, spared)
         if promise.slot not in reusable(slots, spared, give_up_protected=give_up):
-            raise m.TransitionRefusedError(f"the slot promised to {snapshot} is needed or read")
+            raise TransitionRefusedError(f"the slot promised to {snapshot} is needed or read")
         self.promise = None
         begun = replace(EMPTY_SLOT, state=SlotState.CAPTURING, snapshot=snapshot)
         self.put(promise.slot, replace(begun, iteration=promise.iteration))
@@ -249,9 +250,9 @@ class ShardSlots:
         )
         slot = self.slots[index]
         if slot.state == SlotState.ENCODING:
-            raise m.TransitionRefusedError(f"{self.shard_id} is being encoded by another world")
+            raise TransitionRefusedError(f"{self.shard_id} is being encoded by another world")
         if slot.state == SlotState.COMMITTED and not slot.local_only:
-            raise m.TransitionRefusedError(f"{self.shard_id} has parity for {snapshot} already")
+            raise TransitionRefusedError(f"{self.shard_id} has parity for {snapshot} already")
         self.put(index, self._without_parity(index, SlotState.ENCODING))
         return index
 
@@ -262,7 +263,7 @@ class ShardSlots:
         index = self.expect(snapshot, SlotState.ENCODING)
         if ending(self.slots[index]):
             # Its iteration is gone from the header: protected, it could be committed without one.
-            raise m.TransitionRefusedError(f"{self.shard_id}: {snapshot} was given up")
+            raise TransitionRefusedError(f"{self.shard_id}: {snapshot} was given up")
         self.put(
             index,
             replace(
@@ -299,7 +300,7 @@ class ShardSlots:
         index = self.expect(snapshot, SlotState.SEALED, SlotState.PROTECTED, SlotState.COMMITTED)
         slot = self.slots[index]
         if slot.state == SlotState.SEALED and not local_only:
-            raise m.TransitionRefusedError(f"{self.shard_id} has no parity for {snapshot}")
+            raise TransitionRefusedError(f"{self.shard_id} has no parity for {snapshot}")
         if slot.state == SlotState.COMMITTED and slot.local_only <= local_only:
             return
         self.put(index, replace(slot, state=SlotState.COMMITTED, local_only=local_only))
@@ -317,7 +318,7 @@ class ShardSlots:
             return True
         state = self.slots[index].state
         if state == SlotState.COMMITTED or self.slots[index].local_only:
-            raise m.TransitionRefusedError(f"{self.shard_id}: {snapshot} is committed already")
+            raise TransitionRefusedError(f"{self.shard_id}: {snapshot} is committed already")
         if still_written(state, trainer_alive, encoder_alive):
             self.put(index, replace(self.slots[index], iteration=EMPTY_SLOT.iteration))
             return False
@@ -351,7 +352,7 @@ class ShardSlots:
         if index is None:
             index = oldest_reusable(self.slots)
         if index is None:
-            raise m.TransitionRefusedError(f"{self.shard_id} has no slot to rebuild {snapshot} in")
+            raise TransitionRefusedError(f"{self.shard_id} has no slot to rebuild {snapshot} in")
         self.put(
             index,
             replace(EMPTY_SLOT, state=SlotState.REBUILDING, snapshot=snapshot, iteration=iteration),
@@ -364,7 +365,7 @@ class ShardSlots:
         """The rebuild target matches its digests: REBUILDING to PROTECTED."""
         index = self.expect(record.snapshot, SlotState.REBUILDING)
         if ending(self.slots[index]):
-            raise m.TransitionRefusedError(f"{self.shard_id}: {record.snapshot} was given up")
+            raise TransitionRefusedError(f"{self.shard_id}: {record.snapshot} was given up")
         self.put(
             index,
             SlotHeader(
@@ -383,7 +384,7 @@ class ShardSlots:
         """A shard from disk matches its digests: REBUILDING to SEALED, without parity."""
         index = self.expect(record.snapshot, SlotState.REBUILDING)
         if ending(self.slots[index]) or self.slots[index].iteration != record.iteration:
-            raise m.TransitionRefusedError(f"{self.shard_id} does not wait for {record.snapshot}")
+            raise TransitionRefusedError(f"{self.shard_id} does not wait for {record.snapshot}")
         self.put(index, replace(self.slots[index], state=SlotState.SEALED, record=record))
 
     def forget(self, unwanted: Callable[[SnapshotId], bool]) -> None:

@@ -14,7 +14,12 @@ from typing import Any
 import msgspec
 
 from megatron_ft.arena.format import Permit, SlotHeader, SlotState
-from megatron_ft.core.errors import StaleIncarnationError
+from megatron_ft.core.errors import (
+    PinnedError,
+    StaleIncarnationError,
+    TransitionRefusedError,
+    WorldGoneError,
+)
 from megatron_ft.core.identity import SnapshotId, on_lineage
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.effects import (
@@ -68,8 +73,8 @@ class NodeMachine:
             self.check_incarnation(message)
             REACTIONS[type(message)](self, message)
             return m.Ok()
-        except (m.TransitionRefusedError, StaleIncarnationError) as error:
-            return m.Refused(type(error).__name__, f"node {self.node}: {error}")
+        except (TransitionRefusedError, StaleIncarnationError) as error:
+            return m.Refused(type(error)(f"node {self.node}: {error}"))
         finally:
             self._collect_changes()
 
@@ -92,11 +97,11 @@ class NodeMachine:
     def _check_world(self, world: str) -> None:
         """Refuse an encoder of a world that has been replaced."""
         if world != self.world:
-            raise m.WorldGoneError(f"encoder world {world} is gone; now {self.world or '-'}")
+            raise WorldGoneError(f"encoder world {world} is gone; now {self.world or '-'}")
 
     def _slots_of(self, shard_id: str) -> ShardSlots:
         if shard_id not in self.shards:
-            raise m.TransitionRefusedError(f"shard {shard_id} is not on this node")
+            raise TransitionRefusedError(f"shard {shard_id} is not on this node")
         return self.shards[shard_id]
 
     def too_late(self, snapshot: SnapshotId) -> bool:
@@ -141,12 +146,12 @@ class NodeMachine:
             self._check_granted(snapshot)
             return
         if self.held_back():
-            raise m.PinnedError(f"snapshots are being read: {', '.join(self.readers())}")
+            raise PinnedError(f"snapshots are being read: {', '.join(self.readers())}")
         for slots in self.shards.values():
             if not slots.may_grant(
                 give_up_protected=message.give_up_protected, lost=message.beyond_repair
             ):
-                raise m.TransitionRefusedError(f"{slots.shard_id} has no free slot")
+                raise TransitionRefusedError(f"{slots.shard_id} has no free slot")
         self._record_newest(snapshot)
         for shard_id, slots in self.shards.items():
             index = slots.grant(
@@ -164,14 +169,14 @@ class NodeMachine:
             index = slots.find(snapshot)
             stands = index is not None and not ending(slots.slots[index])
             if snapshot != self.newest or not (stands or slots.promised(snapshot)):
-                raise m.TransitionRefusedError(f"{slots.shard_id} is past snapshot {snapshot}")
+                raise TransitionRefusedError(f"{slots.shard_id} is past snapshot {snapshot}")
 
     def _begins(self, message: m.Begins) -> None:
         """The trainer wants the slot that it was promised; without one its permit is void."""
         slots = self._slots_of(message.shard_id)
         try:
             slots.begin_capture(message.snapshot)
-        except m.TransitionRefusedError:
+        except TransitionRefusedError:
             # The one permit word may be that of a newer snapshot, which must stay valid.
             theirs = slots.promise is None or slots.promised(message.snapshot)
             if theirs and not capturing(slots.slots) and message.slot < len(slots.slots):
@@ -335,9 +340,9 @@ class NodeMachine:
         number that is not higher is refused.
         """
         if incarnation <= self.highest_incarnation:
+            highest = f"incarnation {self.highest_incarnation}"
             return m.Refused(
-                "StaleIncarnationError",
-                f"node {self.node} has already admitted incarnation {self.highest_incarnation}",
+                StaleIncarnationError(f"node {self.node} has already admitted {highest}")
             )
         assert not self.trainers and not self.world
         self.highest_incarnation = incarnation

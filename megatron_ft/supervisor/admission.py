@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_ft.core.errors import ArenaForeignError, ControlPlaneError
+from megatron_ft.core.errors import ArenaForeignError, ControlPlaneError, StaleIncarnationError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.connections import ARENA_TIMEOUT_SECONDS
@@ -86,12 +86,12 @@ async def _admit(coordinator: Coordinator, node: str, request: m.Admit) -> m.Inv
             reach("recovery.between")
         if answer is None or isinstance(answer, m.Inventory):
             return answer
-        if answer.error == "LeaseHeld":
-            left = float(answer.reason)
+        if isinstance(answer, m.LeaseHeld):
+            left = answer.seconds
             text = f"waiting {left:.0f} s for the end of an older supervisor's lease on {node}"
             coordinator.observers.emit("waiting", text)
             await asyncio.sleep(left)
-        elif answer.error == "StaleIncarnationError":
+        elif isinstance(answer.error, StaleIncarnationError):
             raise IncarnationHigherError(answer.reason)
         else:
             text = f"node {node} refused incarnation {request.incarnation}: {answer.reason}"

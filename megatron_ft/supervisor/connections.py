@@ -19,7 +19,6 @@ from megatron_ft.core.errors import (
     ControlPlaneError,
     NoRoomError,
     StaleIncarnationError,
-    error_class,
 )
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
@@ -99,10 +98,10 @@ class SmpLink:
             self._pending.pop(number, None)
 
     async def demand(self, request: m.Message, timeout: float) -> Any:
-        """Like ``ask``, but a Refused is raised as the error that it names."""
+        """Like ``ask``, but the error of a Refused is raised."""
         answer = await self.ask(request, timeout)
         if isinstance(answer, m.Refused):
-            raise error_class(answer.error)(answer.reason)
+            raise answer.error
         return answer
 
     async def make_arena(self, request: m.CreateArena) -> None:
@@ -289,7 +288,7 @@ class Connections(ABC):
             self.progress.update(answer.progress)
             self.pulses.record(answer.node, answer.pulses)
             self._on_answer(answer)
-        elif link.clock and answer.error == StaleIncarnationError.__name__:
+        elif link.clock and isinstance(answer.error, StaleIncarnationError):
             self.supersede(answer.reason)
 
     def _on_answer(self, answer: m.LeaseAnswer) -> None:

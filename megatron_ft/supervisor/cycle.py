@@ -18,10 +18,10 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
+from megatron_ft.core.errors import TransitionRefusedError, WorldGoneError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.node_messages import PinnedError, TransitionRefusedError, WorldGoneError
 from megatron_ft.supervisor.exposure import StripeMap
 from megatron_ft.supervisor.orders import orders_by_node
 from megatron_ft.supervisor.schedule import Schedule
@@ -61,10 +61,6 @@ class SnapshotEnded:
 
 
 Action = Send | KillWorld | SnapshotEnded
-
-
-MOMENTARY = (TransitionRefusedError.__name__, PinnedError.__name__)
-"""Refusals of a permit that the next message of a trainer or reader may end."""
 
 
 Judge = Callable[[SnapshotId, int, Mapping[str, Sequence[m.ReplicaDigests]]], str]
@@ -369,11 +365,12 @@ class SnapshotCycle:
 
     def _refused(self, node: str, request: m.Message, answer: m.Refused) -> list[Action]:
         if isinstance(request, m.Grant) and self.phase == CyclePhase.CAPTURING:
-            if self._stuck or answer.error not in MOMENTARY:
+            # Another refusal than of a slot lasts longer than the next message of a trainer.
+            if self._stuck or not isinstance(answer.error, TransitionRefusedError):
                 self.schedule.refused()
             return self._abort(answer.reason)
         if isinstance(request, m.Encode) and self.phase == CyclePhase.ENCODING:
-            if answer.error == WorldGoneError.__name__:
+            if isinstance(answer.error, WorldGoneError):
                 return self._encoder_ended(node, answer.reason)
             return self._break(answer.reason)
         return []

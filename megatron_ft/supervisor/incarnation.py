@@ -159,7 +159,7 @@ class Incarnation:
         except MegatronFTError as error:
             # Noted first: trainers may have ended before all nodes have answered.
             self.refusal = error
-            refusal = m.ArenasReady(plan.incarnation, type(error).__name__, str(error))
+            refusal = m.ArenasReady(plan.incarnation, error)
             await self.coordinator.ask_all(dict.fromkeys(nodes, refusal))
             if plan.reshaped:
                 await return_sources(self.coordinator, plan)

@@ -16,7 +16,6 @@ from megatron_ft.core.errors import (
     ConfigError,
     LayoutMismatchError,
     RegistrationError,
-    error_class,
 )
 from megatron_ft.core.identity import RankRule, ShardPlacement
 from megatron_ft.core.scheme import Scheme
@@ -82,7 +81,7 @@ class Registration:
     def check_fit(self) -> None:
         """The rank's error if it is unfit: the same command would fail in the same way."""
         if self.unfit is not None:
-            raise error_class(self.unfit.error)(self.unfit.reason)
+            raise self.unfit.error
 
     def missing_ranks(self) -> list[int]:
         """Ranks that have not brought a layout."""
@@ -142,7 +141,7 @@ class Registration:
         """True if ranks have other shards than the ``stored`` stripes, or the same in another
         layout."""
         known = {shard for stripe in stored for shard in stripe.members}
-        unfit = self.unfit is not None and self.unfit.error == LayoutMismatchError.__name__
+        unfit = self.unfit is not None and type(self.unfit.error) is LayoutMismatchError
         return bool(stored) and (unfit or bool(self.hellos.keys() - known))
 
     def stripes(

@@ -174,9 +174,8 @@ async def shards_made(
             if not missing and not done.done():
                 done.set_result(None)
         elif isinstance(body, m.OrderFailed) and body.world == world:
-            unfit = body.error == LayoutMismatchError.__name__
             again = RebuildError(body.reason, body.corrupt)
-            fail(LayoutMismatchError(body.reason) if unfit else again)
+            fail(LayoutMismatchError(body.reason) if body.unfit else again)
         elif isinstance(body, m.WriterGone) and (body.role, body.who) == ("encoder", world):
             reason = f"the encoder on {event.node} died during the {work}"
             # Unless an encoder's own account of the error comes first.

@@ -150,7 +150,7 @@ class PendingRestore:
             if not fatal or self.restored is not None:
                 raise
             if error.lasting:
-                self._client.send(m.Unfit(self._shard_id, type(error).__name__, str(error)))
+                self._client.send(m.Unfit(self._shard_id, error))
             # Closing sends what is queued; the process is about to end.
             self._client.close()
             raise

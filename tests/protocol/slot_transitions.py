@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from megatron_ft.arena.format import SlotHeader, SlotState
+from megatron_ft.core.errors import TransitionRefusedError
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.rpc.node_messages import TransitionRefusedError
 from megatron_ft.smp.slot_rules import EMPTY_SLOT
 from megatron_ft.smp.slots import ShardSlots
 from tests.protocol.model.memory import record_of

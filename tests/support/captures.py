@@ -14,7 +14,6 @@ import torch
 from megatron_ft.arena.arena import Arena
 from megatron_ft.arena.format import ArenaHeader, Geometry, Permit, SlotState
 from megatron_ft.config import SnapshotConfig
-from megatron_ft.core.errors import error_class
 from megatron_ft.core.identity import Ancestor, RankRule, SealedRecord, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.client import RestoreOffer
@@ -147,7 +146,7 @@ class FakeSmp:
         elif isinstance(message, m.Missed):
             self.missed_ids.append(message.snapshot)
         elif isinstance(message, m.Unfit):
-            self.unfit_errors.append(error_class(message.error)(message.reason))
+            self.unfit_errors.append(message.error)
         elif isinstance(message, m.Declined):
             self.declines.append((message.snapshot, message.reason, message.iteration))
         elif isinstance(message, m.CorruptShard):

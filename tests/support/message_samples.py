@@ -34,6 +34,7 @@ _NAMED: dict[str, Sequence[Any]] = {
     "codec": ("none", "xor", "rs", "?"),
     "incarnation": (0, 1, 1, 1, 1, 1, 2),
     "seconds": (1e5,),
+    "error": (("LayoutMismatchError", "unfit"), ("?", "")),
     "endpoint": ("tcp://127.0.0.1:9", "tcp://nowhere"),
 }
 

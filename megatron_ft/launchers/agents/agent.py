@@ -182,8 +182,7 @@ class Agent:
                 self._start(order) if isinstance(order, m.StartProcess) else self._attach(order)
             )
         except MegatronFTError as error:
-            name = "" if isinstance(error, ProcessGoneError) else type(error).__name__
-            self._send(m.ProcessRefused(order.id, name, str(error)))
+            self._send(m.ProcessRefused(order.id, error, isinstance(error, ProcessGoneError)))
             return
         self._watched[order.id] = process
         self._send(m.ProcessRuns(order.id, process.pid, process.start_time))

@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from megatron_ft.core.errors import ConfigError, error_class
+from megatron_ft.core.errors import ConfigError
 from megatron_ft.launchers.agents.rendezvous import SILENT_SECONDS, Meeting
 from megatron_ft.launchers.launcher import UNKNOWN_EXIT, NodeUnreachable, ProcessGoneError
 from megatron_ft.launchers.world import IN_FOLDER
@@ -245,7 +245,7 @@ class AgentHub:
                 "(mpirun -npernode 1, torchrun --nproc-per-node 1), or, to try several nodes on "
                 "one machine, give each its own --node-name"
             )
-            self._send(peer, m.Refused("ConfigError", reason))
+            self._send(peer, m.Refused(ConfigError(reason)))
             with self._news:
                 self.problem = self.problem or reason
                 self._news.notify_all()
@@ -276,9 +276,9 @@ class AgentHub:
             if shell := self._shells.pop(message.id, None):
                 self._send(shell, message)
             return
-        error = error_class(message.error) if message.error else ProcessGoneError
         with suppress(InvalidStateError):
-            process.begun.set_exception(error(message.reason))
+            error = ProcessGoneError(str(message.error)) if message.gone else message.error
+            process.begun.set_exception(error)
         process.end(UNKNOWN_EXIT)
         if shell := self._shells.pop(message.id, None):
             self._send(shell, m.ProcessEnded(message.id, 1))

@@ -304,7 +304,7 @@ class _Describer:
         first = 0
         if number >= 0 and self.incarnation is not None:
             first = self.incarnation.asked - len(self.incarnation.questions)
-        error = answer.error if isinstance(answer, m.Refused) else type(answer).__name__
+        error = type(answer.error if isinstance(answer, m.Refused) else answer).__name__
         return (
             "answer",
             self._incarnation(incarnation),

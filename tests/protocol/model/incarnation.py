@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft.checkpoint.decide import Decision
+from megatron_ft.core.errors import StaleIncarnationError
 from megatron_ft.core.identity import extend
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.cycle import Action, KillWorld, Send, SnapshotCycle
@@ -118,7 +119,7 @@ class Incarnation:
     def _decide(self, world: World) -> None:
         answers = {question.node: question.answer for question in self.questions}
         refusals = [a for a in answers.values() if isinstance(a, m.Refused)]
-        if any(refusal.error == "StaleIncarnationError" for refusal in refusals):
+        if any(isinstance(refusal.error, StaleIncarnationError) for refusal in refusals):
             self.incarnation += 1
             self._then("admit")
             return

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ft.arena.format import SlotState
+from megatron_ft.core.errors import StaleIncarnationError
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp import state_machine as e
 from megatron_ft.smp.event_sender import EventBatch, EventInbox, Outbox
@@ -346,7 +347,7 @@ class SmpSteps:
 
     def _obey(self, node: Node, request: Any) -> m.Message:
         if self.stale(node, request):
-            return m.Refused("StaleIncarnationError", "")
+            return m.Refused(StaleIncarnationError(""))
         if isinstance(request, m.CreateArena):
             self._create(node, request)
         elif isinstance(request, m.RestoreReady):
@@ -363,7 +364,7 @@ class SmpSteps:
 
     def _admit(self, node: Node, request: m.Admit) -> m.Message:
         if request.incarnation <= node.machine.highest_incarnation:
-            return m.Refused("StaleIncarnationError", "")
+            return m.Refused(StaleIncarnationError(""))
         node.highest = request.incarnation
         self.fence(node, request.survivors)
         node.restore = None

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from megatron_ft.arena.format import SlotHeader
 from megatron_ft.checkpoint.decide import Decision
+from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.event_sender import EventInbox
@@ -274,7 +275,7 @@ class World(SmpSteps, DiskSteps):
         assert self.incarnation is not None
         for question in self.incarnation.questions:
             if question.answer is None and self.given_up(question.node):
-                question.answer = m.Refused("Timeout", "")
+                question.answer = m.Refused(ControlPlaneError(""))
 
     def given_up(self, name: str) -> bool:
         """Whether the coordinator waits no longer for a node: its lease has run out by then."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ft.arena.format import SlotHeader, SlotState
-from megatron_ft.rpc.node_messages import TransitionRefusedError
+from megatron_ft.core.errors import TransitionRefusedError
 from megatron_ft.smp.slots import ShardSlots
 from tests.protocol.model.memory import record_of
 from tests.support.slot_samples import (

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.arena.format import SlotHeader, SlotState
-from megatron_ft.rpc.node_messages import TransitionRefusedError
+from megatron_ft.core.errors import TransitionRefusedError
 from megatron_ft.smp.slot_rules import EMPTY_SLOT
 from megatron_ft.smp.slots import ShardSlots
 from tests.support.slot_samples import COMMITTED, SEALED, SHARD, THREE, TWO, header, headers

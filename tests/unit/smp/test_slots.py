@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.arena.format import SlotHeader, SlotState
+from megatron_ft.core.errors import PinnedError, TransitionRefusedError
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.rpc.node_messages import PinnedError, TransitionRefusedError
 from megatron_ft.smp.slot_rules import ending
 from megatron_ft.smp.slots import ShardSlots
 from tests.protocol.model.memory import record_of

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_ft.arena.format import Permit, SlotState
 from megatron_ft.checkpoint.decide import StripeState
+from megatron_ft.core.errors import PinnedError, StaleIncarnationError, WorldGoneError
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.effects import StorePermit, StoreSlot, ToCoordinator, ToEncoder, ToTrainer
@@ -210,7 +211,7 @@ def test_another_incarnation_is_not_obeyed(message: m.Message, incarnation: int)
     node = NodeMachine("n0", incarnation)
     node.shards[HERE] = ShardSlots(HERE, [EMPTY_SLOT])
     answer = node.handle(message)
-    assert isinstance(answer, m.Refused) and answer.error == "StaleIncarnationError"
+    assert isinstance(answer, m.Refused) and isinstance(answer.error, StaleIncarnationError)
     assert node.take_effects() == []
 
 
@@ -295,7 +296,7 @@ def test_an_encoder_of_another_world_moves_nothing() -> None:
     node.take_effects()
     for message in (ENCODED, ENCODE):
         answer = node.handle(message)
-        assert isinstance(answer, m.Refused) and answer.error == "WorldGoneError"
+        assert isinstance(answer, m.Refused) and isinstance(answer.error, WorldGoneError)
     assert state(node) == SlotState.SEALED
 
 
@@ -312,7 +313,7 @@ def test_no_order_and_no_result_of_another_world_is_taken() -> None:
         m.Loaded("w2", two),
     ):
         answer = node.handle(message)
-        assert isinstance(answer, m.Refused) and answer.error == "WorldGoneError", message
+        assert isinstance(answer, m.Refused) and isinstance(answer.error, WorldGoneError), message
         assert node.take_effects() == [] and node.shards[HERE].slots == before
 
 
@@ -392,7 +393,7 @@ def test_a_pinned_snapshot_keeps_its_slot(pin: m.Message, unpin: m.Message | Non
     node = held("dp0", "dp3")
     assert ok(node, pin) == [] and node.held_back()
     answer = node.handle(m.Grant(INCARNATION, THREE, 14))
-    assert isinstance(answer, m.Refused) and answer.error == "PinnedError"
+    assert isinstance(answer, m.Refused) and isinstance(answer.error, PinnedError)
     if unpin is None:
         node.reader_gone("r")
     else:
@@ -408,7 +409,7 @@ def test_one_shard_that_is_read_holds_the_node_back() -> None:
     node.take_effects()
     assert node.held_back()
     answer = node.handle(m.Grant(INCARNATION, THREE, 14))
-    assert isinstance(answer, m.Refused) and answer.error == "PinnedError"
+    assert isinstance(answer, m.Refused) and isinstance(answer.error, PinnedError)
 
 
 def test_a_pin_is_all_or_nothing_on_a_node() -> None:

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_ft.core.errors import (
+    ControlPlaneError,
+    MegatronFTError,
+    PinnedError,
+    TransitionRefusedError,
+    WorldGoneError,
+)
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.cycle import (
@@ -70,7 +77,7 @@ def test_a_refusal_of_the_permit_before_gives_nothing_up() -> None:
     d.propose()
     d.confirm(d.cycle.give_up("test"))
     d.propose()
-    late = m.Refused("TransitionRefusedError", "late")
+    late = m.Refused(TransitionRefusedError("late"))
     assert d.cycle.answered("n0", m.Grant(7, FIRST, 12), late) == []
     assert d.cycle.phase == CyclePhase.CAPTURING
 
@@ -189,7 +196,7 @@ def test_a_refused_permit_aborts() -> None:
     d = Driver()
     (grant, *_) = d.propose()
     assert isinstance(grant, Send)
-    refused = m.Refused("TransitionRefusedError", "no free slot")
+    refused = m.Refused(TransitionRefusedError("no free slot"))
     assert to_all(d.cycle.answered("n0", grant.message, refused), m.Abort)
 
 
@@ -263,7 +270,7 @@ def test_giving_up() -> None:
 def test_a_refused_encode_ends_the_world() -> None:
     d = Driver().encoding()
     request = m.Encode(7, FIRST, WORLD, ORDERS)
-    refused = m.Refused("TransitionRefusedError", "is CAPTURING")
+    refused = m.Refused(TransitionRefusedError("is CAPTURING"))
     assert d.cycle.answered("n1", request, refused) == [KillWorld(WORLD, "is CAPTURING")]
     assert d.encoders_die("n0", "n2") == []
     assert level_of(d.encoders_die("n1")) == "local"
@@ -273,7 +280,7 @@ def test_a_node_whose_encoder_is_gone_unheard_of_is_not_waited_for() -> None:
     """Its SMP was restarted, and the event was lost with the old one."""
     d = Driver().encoding()
     request = m.Encode(7, FIRST, WORLD, ORDERS)
-    d.cycle.answered("n1", request, m.Refused("WorldGoneError", "w7 is gone"))
+    d.cycle.answered("n1", request, m.Refused(WorldGoneError("w7 is gone")))
     assert level_of(d.encoders_die("n0", "n2")) == "local"
 
 
@@ -315,7 +322,7 @@ def test_a_suspended_encoder_that_outlived_its_smp_delays_the_commit() -> None:
     d.confirm(commits, "n0", "n2")
     (mine,) = [c for c in commits if getattr(c, "node", "") == "n1"]
     assert isinstance(mine, Send)
-    refused = m.Refused("TransitionRefusedError", "is ENCODING")
+    refused = m.Refused(TransitionRefusedError("is ENCODING"))
     assert d.cycle.answered("n1", mine.message, refused) == []
     again = d.encoders_die("n1")
     assert again == [mine]
@@ -387,10 +394,10 @@ def test_each_capture_has_its_own_time() -> None:
     assert to_all(d.cycle.overdue(17, 1002.0, 300.0), m.Abort)
 
 
-def refuse(d: Driver, error: str) -> None:
+def refuse(d: Driver, error: type[MegatronFTError]) -> None:
     """The first node refuses the permit that is under way."""
     grant = m.Grant(7, d.cycle.snapshot, d.cycle.iteration, False)
-    d.confirm(d.cycle.answered("n0", grant, m.Refused(error, "no")))
+    d.confirm(d.cycle.answered("n0", grant, m.Refused(error("no"))))
     assert d.cycle.phase == CyclePhase.IDLE
 
 
@@ -400,7 +407,7 @@ def test_a_refusal_that_lasts_is_tried_again_when_its_iteration_is_reached(fixed
     d = Driver()
     d.cycle.schedule.fixed = fixed
     d.propose(progress=10)
-    refuse(d, "ControlPlaneError")
+    refuse(d, ControlPlaneError)
     assert d.propose(progress=10) == [] and d.propose(progress=11) == []
     assert to_all(d.propose(progress=12), m.Grant)
     assert d.cycle.iteration == 14
@@ -409,12 +416,12 @@ def test_a_refusal_that_lasts_is_tried_again_when_its_iteration_is_reached(fixed
 def test_a_refusal_does_not_delay_training_that_has_gone_back() -> None:
     d = Driver()
     d.propose(progress=10)
-    refuse(d, "ControlPlaneError")
+    refuse(d, ControlPlaneError)
     assert to_all(d.propose(progress=3), m.Grant)
 
 
-@pytest.mark.parametrize("error", ["TransitionRefusedError", "PinnedError"])
-def test_what_may_end_at_any_moment_is_tried_again_at_once(error: str) -> None:
+@pytest.mark.parametrize("error", [TransitionRefusedError, PinnedError])
+def test_what_may_end_at_any_moment_is_tried_again_at_once(error: type[MegatronFTError]) -> None:
     d = Driver()
     d.propose(progress=10)
     refuse(d, error)
@@ -427,12 +434,12 @@ def test_a_slot_that_a_stuck_trainer_keeps_is_not_asked_for_all_the_time() -> No
     d.cycle.overdue(13, 0.0, 300.0)
     d.confirm(d.cycle.overdue(13, 301.0, 300.0))
     d.propose(progress=13)
-    refuse(d, "TransitionRefusedError")
+    refuse(d, TransitionRefusedError)
     assert d.propose(progress=14) == []
     d.propose(progress=16)
     d.confirm(d.confirm(d.seal()) or d.encoded())
     d.propose(progress=18)
-    refuse(d, "TransitionRefusedError")
+    refuse(d, TransitionRefusedError)
     assert to_all(d.propose(progress=18), m.Grant), "one was committed: it is stuck no more"
 
 

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from megatron_ft.checkpoint.decide import StripeState
-from megatron_ft.core.errors import ControlPlaneError, LayoutMismatchError, StateMismatchError
+from megatron_ft.core.errors import (
+    ControlPlaneError,
+    LayoutMismatchError,
+    MegatronFTError,
+    StateMismatchError,
+)
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.registration import Registration
 
@@ -83,12 +88,12 @@ def test_ranks_that_are_late_are_named() -> None:
     "error, other", [(LayoutMismatchError, True), (StateMismatchError, False)], ids=str
 )
 def test_dtypes_of_a_state_are_no_other_parallel_layout(
-    error: type[Exception], other: bool
+    error: type[MegatronFTError], other: bool
 ) -> None:
     """A reshape could not help, so the job ends at once with the rank's own words."""
     ranks, reason = Registration(1), "optimizer/state/0/step is bfloat16[]"
     ranks.hellos["dp0"] = ("n0", m.Hello(7, 0, 0, "dp0", (), 1))
-    ranks.unfit = m.Unfit("dp0", error.__name__, reason)
+    ranks.unfit = m.Unfit("dp0", error(reason))
     stored = StripeState("none", 1, 0, 4096, ("dp0",), 4096)
     assert ranks.other_layout([stored]) is other
     with pytest.raises(error, match=re.escape(reason)):
