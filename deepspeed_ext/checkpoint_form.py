@@ -7,7 +7,6 @@ is copied, nothing is communicated.  Names and formats are DeepSpeed's own answe
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,13 +19,12 @@ from torch.overrides import TorchFunctionMode
 from deepspeed_ext.logical_map import MASTER, ParameterNames, places
 from deepspeed_ext.optimizers.view import OptimizerView
 from megatron_ft.checkpoint import export as form
-from megatron_ft.checkpoint.export import CheckpointForm, TensorRecipe
-from megatron_ft.core.errors import ExportError, explain
+from megatron_ft.checkpoint.export import TensorRecipe
+from megatron_ft.checkpoint.framework_state import Description, described
+from megatron_ft.core.errors import ExportError
 from megatron_ft.core.shard import LogicalPlace
 from megatron_ft.trainer.addresses import AddressBook, TensorWindow
 from megatron_ft.trainer.plan import dtype_name
-
-logger = logging.getLogger(__name__)
 
 FRAMEWORK = "deepspeed"
 EXTRA_STATE = "_extra_state"
@@ -112,32 +110,16 @@ def _wanted(
     )
 
 
-class RankDescription:
-    """Logical map (``places``) and checkpoint form (``form``) of one rank.
+def describe_rank(
+    engine: Any, view: OptimizerView, captured: Mapping[str, torch.Tensor]
+) -> Description:
+    """Describe the rank; see ``described``.  ``captured`` are the tensors of a snapshot by name."""
 
-    Where DeepSpeed saves what no snapshot holds, the form says so and a warning says why:
-    snapshots work without it, export does not.
-    """
+    def describe_into(found: dict[str, LogicalPlace]) -> bytes:
+        found.update(places(engine, view, captured))
+        return describe(engine, view, captured)
 
-    def __init__(
-        self, engine: Any, view: OptimizerView, captured: Mapping[str, torch.Tensor]
-    ) -> None:
-        """``captured`` are the tensors of a snapshot by name.  Nothing is raised."""
-        self.places: dict[str, LogicalPlace] = {}
-        state, problem = b"", ""
-        try:
-            self.places = places(engine, view, captured)
-            state = describe(engine, view, captured)
-        except Exception as error:
-            problem = explain(error)
-            logger.warning("snapshots of this run cannot be exported: %s", problem)
-        self.form = CheckpointForm(
-            framework=FRAMEWORK,
-            release=deepspeed_version(),
-            rank=torch.distributed.get_rank(),
-            state=state,
-            problem=problem,
-        ).to_bytes()
+    return described(FRAMEWORK, deepspeed_version(), describe_into)
 
 
 def deepspeed_version() -> str:

@@ -8,18 +8,17 @@ as long as they are the masters, rounded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deepspeed_ext import client_state, reshape, state_parts
-from deepspeed_ext.checkpoint_form import RankDescription
+from deepspeed_ext.checkpoint_form import describe_rank
 from deepspeed_ext.optimizers import view_of
 from deepspeed_ext.optimizers.unsharded import replica_group
 from deepspeed_ext.optimizers.view import (
     OwnedMaster,
-    Weight,
     group_scalars,
     load_group_scalars,
     names_of,
@@ -28,37 +27,28 @@ from deepspeed_ext.optimizers.view import (
     tensors_of,
 )
 from deepspeed_ext.state_parts import ModelTensors
+from megatron_ft.checkpoint.framework_state import Description, FrameworkState
 from megatron_ft.core.errors import LayoutMismatchError
-from megatron_ft.core.shard import LogicalPlace
-from megatron_ft.trainer.coverage import Named, held_by_optimizer
-from megatron_ft.trainer.flat_coverage import derived_of, in_groups, members
-from megatron_ft.trainer.master_tensors import create_state
+from megatron_ft.trainer.coverage import Named
+from megatron_ft.trainer.flat_coverage import members
+from megatron_ft.trainer.master_tensors import Weight, create_state
 from megatron_ft.trainer.module_tree import extra_states, load_extra_states
-from megatron_ft.trainer.state import Lost, host_copy, live_tensors, same_bits
-from megatron_ft.trainer.uncaptured import uncaptured
+from megatron_ft.trainer.state import host_copy, live_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
 logger = logging.getLogger(__name__)
 
-OBJECTS_VERSION = 1
 OWN = frozenset("version training groups numbers optimizer modules shared flags".split())
 """Names in ``objects`` that parts must not have."""
-
-_BESIDE = (
-    "make them submodules of the engine's model, or let deepspeed_ext.set_client_state give their "
-    "state; ignore this for what is loaded anew at each start and never changes"
-)
-_READERS = ("*DataLoaderIter",)
-"""Classes whose state has a warning of its own."""
 
 RANDOM = "random"
 """The part that is loaded last, because loading the others may draw."""
 
 
-class EngineState:
-    """Implements ``trainer.state.TrainingState`` for an engine that is complete.
+class EngineState(FrameworkState):
+    """The FrameworkState of an engine that is complete.
 
     Tensors are those of the last ``refresh``.  Making one creates moments that do not exist
     before the first step, and finds out which weights do not follow from masters: those are
@@ -66,7 +56,14 @@ class EngineState:
     last.  Raises ConfigError for an optimizer that is not known or keeps something unknown.
     """
 
+    version = 1
+    advice = (
+        "make them submodules of the engine's model, or let deepspeed_ext.set_client_state give "
+        "their state; ignore this for what is loaded anew at each start and never changes"
+    )
+
     def __init__(self, engine: Any, parts: Mapping[str, Stateful] | None = None) -> None:
+        super().__init__()
         self._engine = engine
         self._parts = dict(parts or {})
         assert not OWN & self._parts.keys(), f"parts must not be called {sorted(OWN)}"
@@ -75,8 +72,7 @@ class EngineState:
         self._masters: list[OwnedMaster] = []
         self._kept = tensors_of([])
         self._tensors: dict[str, torch.Tensor] | None = None
-        self._unlike_masters: set[str] = set()
-        self._description: RankDescription | None = None
+        self._description: Description | None = None
         self._shared: dict[str, str] = {}
         self.rescan()
 
@@ -84,14 +80,7 @@ class EngineState:
         """Read the optimizer anew: DeepSpeed has loaded a checkpoint of its own."""
         self._read_masters()
         self._model.refresh()
-        self._unlike_masters = {w.name for w in self._view.weights() if not _follows(w)}
-        if self._unlike_masters:
-            logger.warning(
-                "%d groups of low-precision weights are not their fp32 masters rounded, so "
-                "snapshots of this job hold them too, at 2 bytes a parameter; %s is one",
-                len(self._unlike_masters),
-                min(self._unlike_masters),
-            )
+        self._find_copied("groups of low-precision weights")
         self.refresh()
 
     def _read_masters(self) -> None:
@@ -105,35 +94,36 @@ class EngineState:
     def refresh(self) -> None:
         """Read the model and the state of its optimizer as they are now."""
         self._model.refresh()
-        weights = {weight.name: weight.tensor for weight in self._captured_weights()}
+        weights = {weight.name: weight.tensor for weight in self._copies()}
         self._tensors = {**self._model.frozen, **weights, **self._kept.tensors()}
 
-    def require_covered(self) -> None:
-        """ConfigError that names a tensor that trains and is neither captured nor derived."""
-        self.derived()
+    def _weights(self) -> Sequence[Weight]:
+        return self._view.weights()
 
-    def derived(self) -> dict[str, torch.Tensor]:
-        """Low-precision weights that ``load`` makes of masters, where a parameter has memory."""
-        captured = [*self._found().values(), *self._model.buffers.values()]
-        captured += in_groups(self._view.inner)
-        return derived_of(self._held(), captured, self._view.derived())
+    def _publish_targets(self) -> Iterable[torch.Tensor]:
+        return self._view.derived()
 
-    def _held(self) -> Iterator[Named]:
-        """All that the engine's modules and its optimizer hold; of ZeRO-3 the partitions too."""
+    def _replicated(self) -> Iterator[tuple[Iterable[str], Any]]:
+        return ((names_of(master), master.replicas) for master in self._masters)
+
+    def _inner_optimizers(self) -> dict[str, Any]:
+        return {"optimizer": self._view.inner}
+
+    def _members(self) -> Iterator[Named]:
         for name, tensor in members(lambda: [self._engine.module]):
             yield f"model/{name}", tensor
             if hasattr(tensor, "ds_tensor"):
                 yield f"model/{name} (its partition)", tensor.ds_tensor
-        yield from held_by_optimizer("optimizer", self._view.inner)
 
-    def beside(self) -> Lost:
-        """Objects with training state in this process that the engine does not know."""
-        wrapper = self._engine.optimizer
-        known = {"inner": self._view.inner, "wrapper": wrapper, "parts": self._parts}
-        known["client"] = client_state.provider_of(self._engine)
-        known |= {name: getattr(self._engine, name, None) for name in state_parts.STATEFUL}
-        found = uncaptured(known, [tensor for _, tensor in self._held()], _READERS)
-        return Lost(found, _BESIDE)
+    def _known(self) -> dict[str, Any]:
+        client = client_state.provider_of(self._engine)
+        known = {"wrapper": self._engine.optimizer, "parts": self._parts, "client": client}
+        return known | {name: getattr(self._engine, name, None) for name in state_parts.STATEFUL}
+
+    def _described(self) -> Description:
+        if self._description is None:
+            self._description = describe_rank(self._engine, self._view, live_tensors(self))
+        return self._description
 
     def forget_tensors(self) -> None:
         """Drop the tensors that ``refresh`` found: DeepSpeed is about to free their memory."""
@@ -164,13 +154,6 @@ class EngineState:
         assert self._tensors is not None
         return self._tensors
 
-    def replicas(self) -> dict[str, Any]:
-        """Tensors of optimizers that several ranks keep equal, with the group of these ranks."""
-        found = {weight.name: weight.replicas for weight in self._captured_weights()}
-        for master in self._masters:
-            found |= dict.fromkeys(names_of(master), master.replicas)
-        return {name: group for name, group in found.items() if group is not None}
-
     def compared(self) -> dict[str, tuple[torch.Tensor, Any]]:
         """The model's parameters, unless ZeRO-3 has cut them: then no rank has what another has."""
         every = self._model.tree.parameters.items()
@@ -182,28 +165,11 @@ class EngineState:
         }
 
     def replica_group(self, name: str) -> Any:
-        """The group of a tensor that the snapshot holds and this state does not yet."""
-        groups = {weight.name: weight.replicas for weight in self._view.weights()}
-        return groups.get(name) or self._view.replica_group(name)
-
-    def replaces(self, name: str) -> bool:
-        """False: DeepSpeed has views of all of them."""
-        return False
+        return super().replica_group(name) or self._view.replica_group(name)
 
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take weights that the snapshot holds because they did not follow from masters."""
-        every = {weight.name: weight for weight in self._view.weights()}
-        for name, stored in tensors.items():
-            if self._adopt(name, stored):
-                continue
-            weight = every.get(name)
-            if weight is None or weight.tensor.shape != stored.shape:
-                raise LayoutMismatchError(
-                    f"{name} is only in the snapshot; build the same model and optimizer as in "
-                    "the run that saved it"
-                )
-            weight.tensor.copy_(stored)
-            self._unlike_masters.add(name)
+        """Also the state of a parameter that is trained here, or in the snapshot, alone."""
+        super().adopt({name: one for name, one in tensors.items() if not self._adopt(name, one)})
         self._read_masters()
 
     def _adopt(self, name: str, stored: torch.Tensor) -> bool:
@@ -215,35 +181,6 @@ class EngineState:
             return False
         frozen.detach().copy_(stored)
         return True
-
-    def _captured_weights(self) -> list[Weight]:
-        """Those that are captured beside their masters, in the memory that they have now."""
-        # Views of weights are made for each, so nobody is asked in the ordinary case of none.
-        names = self._unlike_masters
-        return [w for w in self._view.weights() if w.name in names] if names else []
-
-    def logical_map(self) -> dict[str, LogicalPlace]:
-        """Places in the unsharded model, of all tensors of which they are known."""
-        return self._described().places
-
-    def checkpoint_form(self) -> bytes:
-        """The form of the checkpoint that DeepSpeed itself would save of this rank."""
-        return self._described().form
-
-    def _described(self) -> RankDescription:
-        if self._description is None:
-            self._description = RankDescription(self._engine, self._view, live_tensors(self))
-        return self._description
-
-    def expect_reshape(self) -> None:
-        """LayoutMismatchError naming captured tensors that cannot come from another layout."""
-        unknown = sorted(live_tensors(self).keys() - self.logical_map().keys())
-        if unknown:
-            raise LayoutMismatchError(
-                f"{len(unknown)} tensors have no known place in the unsharded model, {unknown[0]} "
-                "first, so the snapshot cannot be taken into another layout: start with the old "
-                "JSON and number of ranks"
-            )
 
     def reshape_objects(
         self, shard_id: str, origins: Sequence[tuple[str, dict[str, Any]]]
@@ -261,7 +198,7 @@ class EngineState:
         """Small values as of now; no tensor in them shares memory with a live one."""
         self._found()
         own = {
-            "version": OBJECTS_VERSION,
+            "version": self.version,
             "training": state_parts.capture(self._engine),
             "groups": [group_scalars(self._view.inner)],
             "numbers": self._numbers(),
@@ -282,18 +219,14 @@ class EngineState:
 
         Collective over the data-parallel group, because ranks give each other weights.
         """
-        if objects.get("version") != OBJECTS_VERSION:
-            raise LayoutMismatchError(
-                f"the snapshot's objects have version {objects.get('version')}, this release "
-                f"reads {OBJECTS_VERSION}; restore with the release that took it"
-            )
+        self._require_version(objects)
         # Before all that goes by what is trained; snapshots of earlier releases have none.
         if self._model.load_flags(objects.get("flags", {}), self._view.inner.state):
             self._read_masters()
         share_states(self._masters, objects["shared"])
         self._shared = dict(objects["shared"])
         with torch.no_grad():
-            kept = {weight.name: weight.tensor.clone() for weight in self._captured_weights()}
+            kept = {weight.name: weight.tensor.clone() for weight in self._copies()}
             self._view.publish(kept)
         state_parts.restore(self._engine, objects["training"])
         self._load_optimizer(objects)
@@ -310,12 +243,3 @@ class EngineState:
             numbers = objects["numbers"].get(master.name, {})
             master.inner.state[master.parameter].update(numbers)
         self._view.load_scalars(objects["optimizer"])
-
-
-def _follows(weight: Weight) -> bool:
-    rounded = weight.master.to(weight.tensor.device, weight.tensor.dtype)
-    if same_bits(weight.tensor, rounded):
-        return True
-    # Rounding may change the bits of what is no number, such as padding that nobody has set.
-    unset = weight.tensor.isnan() & rounded.isnan()
-    return same_bits(weight.tensor.masked_fill(unset, 0), rounded.masked_fill(unset, 0))

@@ -7,14 +7,13 @@ parameters that no optimizer owns.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from operator import attrgetter
 from typing import Any
 
 import torch
 
 from deepspeed_ext.optimizers.view import plain_fields, set_fields
 from megatron_ft.trainer.master_tensors import as_captured
-from megatron_ft.trainer.module_tree import ModuleTree
+from megatron_ft.trainer.module_tree import ModuleTree, load_trained, trained
 from megatron_ft.trainer.state import RngState, host_copy
 
 COUNTERS = (
@@ -76,8 +75,6 @@ def restore(engine: Any, captured: Mapping[str, Any]) -> None:
         set_fields(layer_drop, captured["layer_drop"])
 
 
-_TRAINED = attrgetter("requires_grad")
-
 BUFFER, FROZEN = "buffer/", "frozen/"
 """Begin the names of captured buffers and of parameters that no optimizer owns."""
 
@@ -123,18 +120,16 @@ class ModelTensors:
         whether ``kept``, the state of the optimizer, has it.  In calls that loop in C."""
         every, known = self._in_order(), set(map(id, kept))
         return {
-            "trained": bytes(map(_TRAINED, every)),
+            "trained": trained(every),
             "kept": bytes(map(known.__contains__, map(id, every))),
         }
 
     def load_flags(self, flags: Mapping[str, bytes], kept: MutableMapping[Any, Any]) -> bool:
         """Set what ``flags`` gave, if it is of as many parameters; True if that changes any."""
         every = self._in_order()
-        if flags == self.flags(kept) or len(flags.get("trained", b"")) != len(every):
+        if flags == self.flags(kept) or not load_trained(every, flags.get("trained", b"")):
             return False
-        for parameter, trained, has in zip(every, flags["trained"], flags["kept"], strict=True):
-            if parameter.requires_grad != bool(trained):
-                parameter.requires_grad_(bool(trained))
+        for parameter, has in zip(every, flags["kept"], strict=True):
             if not has:
                 kept.pop(parameter, None)
         return True

@@ -15,11 +15,10 @@ from deepspeed_ext.optimizers.view import (
     MASTER,
     OptimizerView,
     OwnedMaster,
-    Weight,
     group_names,
 )
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.trainer.master_tensors import create_state, parameters, state_tensors
+from megatron_ft.trainer.master_tensors import Weight, create_state, parameters, state_tensors
 
 
 class PlainView(OptimizerView):

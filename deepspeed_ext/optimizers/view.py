@@ -16,7 +16,7 @@ import torch
 
 from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.trainer import master_tensors
-from megatron_ft.trainer.master_tensors import MasterTensors, Owned
+from megatron_ft.trainer.master_tensors import MasterTensors, Owned, Weight
 from megatron_ft.trainer.optimizer_classes import (
     StateMaker,
     fused,
@@ -45,15 +45,6 @@ class OwnedMaster(NamedTuple):
     def tensor(self) -> torch.Tensor:
         """The master in the memory that it has now: DeepSpeed's offload_states gives it other."""
         return self.parameter.detach()
-
-
-class Weight(NamedTuple):
-    """Weights of this rank that are ``master`` rounded, after each step that was not skipped."""
-
-    name: str
-    tensor: torch.Tensor
-    master: torch.Tensor
-    replicas: Any = None
 
 
 class OptimizerView(ABC):

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import distributed
 
-from deepspeed_ext.optimizers.view import OptimizerView, OwnedMaster, Weight, group_names
+from deepspeed_ext.optimizers.view import OptimizerView, OwnedMaster, group_names
 from megatron_ft.core.frameworks import Function
+from megatron_ft.trainer.master_tensors import Weight
 
 log = logging.getLogger(__name__)
 

@@ -7,18 +7,16 @@ one sharded state dict of Megatron's own.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import compress
-from operator import is_not
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from megatron_ft.checkpoint.export import CheckpointForm, TensorRecipe, dump_form
-from megatron_ft.core.errors import ExportError, explain
+from megatron_ft.checkpoint.export import TensorRecipe, dump_form
+from megatron_ft.checkpoint.framework_state import Description, described
+from megatron_ft.core.errors import ExportError
 from megatron_ft.core.shard import LogicalPlace, Piece, row_major
 from megatron_ft.megatron import save_form
 from megatron_ft.megatron.optimizer import MAIN, WEIGHT, Master, is_distributed, optimizer_parts
@@ -365,57 +363,21 @@ def _persistent(tree: Any) -> Any:
     return tree
 
 
-logger = logging.getLogger(__name__)
-
 FRAMEWORK = "megatron-core"
-_PLAIN = (bool, int, float, str, type(None))
 
 
-class Description:
-    """Logical map (``places``) and checkpoint form (``form``) of one rank.
+def describe_rank(
+    args: Any, model: Sequence[Any], optimizer: Any, scheduler: Any, tensors: RankTensors
+) -> Description:
+    """Describe the rank; see ``described``.  Collective as save_form.build is."""
 
-    Where Megatron cannot describe the model, or saves what no snapshot holds, the form says
-    so (``problem``) and a warning says why: snapshots work without it, export does not.
-    """
+    def describe_into(places: dict[str, LogicalPlace]) -> bytes:
+        saved = save_form.build(model, optimizer, scheduler, args)
+        pieces = model_pieces(saved.tree, tensors.model)
+        places.update(_places(pieces, optimizer, tensors))
+        return describe(saved, tensors, pieces)
 
-    def __init__(
-        self, args: Any, model: Sequence[Any], optimizer: Any, scheduler: Any, tensors: RankTensors
-    ) -> None:
-        """Describe the rank.  Collective as save_form.build is; nothing of it is raised."""
-        self.places: dict[str, LogicalPlace] = {}
-        self._args = args
-        self._known = dict(vars(args))
-        state, self.problem = b"", ""
-        try:
-            saved = save_form.build(model, optimizer, scheduler, args)
-            pieces = model_pieces(saved.tree, tensors.model)
-            self.places = _places(pieces, optimizer, tensors)
-            state = describe(saved, tensors, pieces)
-        except Exception as error:
-            self.problem = explain(error)
-            logger.warning("snapshots of this run cannot be exported: %s", self.problem)
-        rank = torch.distributed.get_rank()
-        self.form = CheckpointForm(
-            framework=FRAMEWORK,
-            release=megatron_version(),
-            rank=rank,
-            state=state,
-            problem=self.problem,
-        ).to_bytes()
-
-    def changed_arguments(self) -> dict[str, Any]:
-        """Plain values on Megatron's arguments that are not what the form was made with."""
-        now = vars(self._args)
-        if list(self._known) != list(now):
-            # In the order of now; what was not there then is known as something equal to nothing.
-            self._known = {name: self._known.get(name, self) for name in now}
-        # Hundreds of arguments, nearly all the very objects that they were: not looked at in turn.
-        others = compress(now.items(), map(is_not, now.values(), self._known.values()))
-        return {
-            name: value
-            for name, value in others
-            if isinstance(value, _PLAIN) and self._known[name] != value
-        }
+    return described(FRAMEWORK, megatron_version(), describe_into)
 
 
 def _places(pieces: Pieces, optimizer: Any, tensors: RankTensors) -> dict[str, LogicalPlace]:

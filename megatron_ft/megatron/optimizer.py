@@ -14,7 +14,7 @@ import torch
 
 from megatron_ft.trainer import master_tensors
 from megatron_ft.trainer.optimizer_classes import register_optimizer, shared_out
-from megatron_ft.trainer.state import host_copy, same_bits
+from megatron_ft.trainer.state import host_copy
 
 _MODEL_AND_MASTER_GROUPS = (
     ("model_float16_groups", "shard_fp32_from_float16_groups"),
@@ -220,35 +220,17 @@ def load_scaler_states(optimizer: Any, states: Sequence[Any]) -> None:
             part.grad_scaler.load_state_dict(state)
 
 
-def independent_weights(optimizer: Any, names: dict[int, str]) -> dict[str, torch.Tensor]:
-    """Low-precision weights of this rank that are not their fp32 masters, rounded; by name.
-
-    The others are left out of snapshots and derived on restore.  Weights differ where
-    something changed them without the optimizer, until its next step sets them again.
-    """
-    found = {}
+def low_precision(
+    optimizer: Any, names: dict[int, str]
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(master's name, weight, master) of each weight with an fp32 master that this rank updates."""
     for number, part in enumerate(optimizer_parts(optimizer)):
-        for parameter, weight, master in _low_precision(part):
-            if not same_bits(weight, master.to(weight.dtype)):
-                found[f"optimizer{number}.{names[id(parameter)]}"] = weight.detach()
-    return found
-
-
-def low_precision_weights(optimizer: Any, names: dict[int, str]) -> dict[str, torch.Tensor]:
-    """All weights that have fp32 masters, as far as this rank updates them; by name."""
-    return {
-        f"optimizer{number}.{names[id(parameter)]}": weight.detach()
-        for number, part in enumerate(optimizer_parts(optimizer))
-        for parameter, weight, _ in _low_precision(part)
-    }
-
-
-def _low_precision(part: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """(model parameter, its weight on this rank, the master) of each that has a master."""
-    for model, weight, master in _LOW_PRECISION_GROUPS:
-        lists = [getattr(part, name, ()) for name in (model, weight, master)]
-        for groups in zip(*lists, strict=True):
-            yield from (found for found in zip(*groups, strict=True) if found[2] is not None)
+        for attributes in _LOW_PRECISION_GROUPS:
+            lists = [getattr(part, name, ()) for name in attributes]
+            for groups in zip(*lists, strict=True):
+                for parameter, weight, master in zip(*groups, strict=True):
+                    if master is not None:
+                        yield _master_name(number, names[id(parameter)]), weight, master
 
 
 def derive_weights(optimizer: Any) -> bool:

@@ -8,21 +8,19 @@ iteration anyway.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from megatron_ft.checkpoint.framework_state import Description, FrameworkState
 from megatron_ft.checkpoint.native import wish_of
-from megatron_ft.core.errors import LayoutMismatchError
-from megatron_ft.core.shard import LogicalPlace
 from megatron_ft.megatron import optimizer as optimizers
 from megatron_ft.megatron import reshaped_objects, state_parts
-from megatron_ft.megatron.logical_map import Description, RankTensors
+from megatron_ft.megatron.logical_map import RankTensors, describe_rank
 from megatron_ft.megatron.optimizer import MAIN, WEIGHT
 from megatron_ft.megatron.state_parts import (
+    ChangedArguments,
     capture_random_states,
     module_tree,
     replica_group,
@@ -30,29 +28,24 @@ from megatron_ft.megatron.state_parts import (
     weight_group,
 )
 from megatron_ft.trainer import master_tensors
-from megatron_ft.trainer.coverage import Named, held_by_optimizer
-from megatron_ft.trainer.flat_coverage import derived_of, in_groups
-from megatron_ft.trainer.master_tensors import MasterTensors, Owned, as_captured
-from megatron_ft.trainer.module_tree import extra_states, load_extra_states
-from megatron_ft.trainer.start_choice import WISH
-from megatron_ft.trainer.state import Lost, host_copy, live_tensors
-from megatron_ft.trainer.uncaptured import uncaptured
-
-logger = logging.getLogger(__name__)
-
-OBJECTS_VERSION = 3
-_TRAINED = attrgetter("requires_grad")
-_BESIDE = (
-    "make them submodules of the model that model_provider returns; ignore this for what is loaded "
-    "anew at each start and never changes"
+from megatron_ft.trainer.coverage import Named
+from megatron_ft.trainer.master_tensors import MasterTensors, Owned, Weight, as_captured
+from megatron_ft.trainer.module_tree import (
+    extra_states,
+    load_extra_states,
+    load_trained,
+    trained,
 )
-_OWN_POSITION = ("*DataLoaderIter",)
-"""Classes whose position is that of Megatron's counters, or of an external loader."""
+from megatron_ft.trainer.start_choice import WISH
+from megatron_ft.trainer.state import host_copy
+
+_SHARDED = ("overlap_param_gather", "use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
+"""Arguments with which no rank need have all weights at the end of an iteration."""
 _MAIN = MAIN.removeprefix(".")
 
 
-class MegatronState:
-    """Implements ``trainer.state.TrainingState`` for a model, its optimizer and its schedule.
+class MegatronState(FrameworkState):
+    """The FrameworkState of a model, its optimizer and its schedule.
 
     Making one creates the optimizer's state where it is still empty, and finds out which
     weights do not follow from masters: those are captured too.  ``at`` must be called
@@ -60,7 +53,14 @@ class MegatronState:
     arguments.  Raises ConfigError for an optimizer that keeps something unknown.
     """
 
+    version = 3
+    advice = (
+        "make them submodules of the model that model_provider returns; ignore this for what is "
+        "loaded anew at each start and never changes"
+    )
+
     def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any, args: Any) -> None:
+        super().__init__()
         self._model = list(model)
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -78,29 +78,18 @@ class MegatronState:
         self._masters = optimizers.masters(optimizer, self._names)
         owned = (Owned(master.name, master.inner, master.tensor) for master in self._masters)
         self._owned = MasterTensors(owned, ".", _MAIN)
-        self._weights = optimizers.independent_weights(optimizer, self._names)
-        if self._weights:
-            logger.warning(
-                "%d low-precision weights are not their fp32 masters rounded, so snapshots of "
-                "this job hold them too, at 2 bytes a parameter; %s is one",
-                len(self._weights),
-                min(self._weights),
-            )
+        self._find_copied("low-precision weights")
         every = optimizers.master_names(optimizer, self._names)
         self._trained = {key for key, name in self._names.items() if name in every}
-        self._description = Description(
-            args, self._model, optimizer, scheduler, self._rank_tensors(every)
-        )
-
-    def _rank_tensors(self, master_names: dict[str, str]) -> RankTensors:
-        copies = {f"{name}{WEIGHT}" for name in self._weights}
         captured = {**self.tensors(), **self.boundary_tensors()}
-        return RankTensors(
-            captured={name: tensor for name, tensor in captured.items() if name not in copies},
+        tensors = RankTensors(
+            captured={name: one for name, one in captured.items() if name not in self._copied},
             model={**self._tree.parameters, **self._tree.buffers},
             masters=tuple(self._masters),
-            master_names=master_names,
+            master_names=every,
         )
+        self._changed_arguments = ChangedArguments(args)
+        self._description = describe_rank(args, self._model, optimizer, scheduler, tensors)
 
     def at(self, iteration: int, floating_point_operations: float, data_iterator: Any) -> None:
         """Say where training stands: what ``objects`` will report until the next call."""
@@ -109,105 +98,62 @@ class MegatronState:
         self._data_iterator = data_iterator
 
     def refresh(self) -> None:
-        """Look at the model's modules as they are now."""
         self._tree.refresh()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Masters, moments, steps, and parameters that no rank's optimizer has."""
         every = self._tree.parameters.items()
         frozen = {name: as_captured(p) for name, p in every if id(p) not in self._trained}
-        copies = {f"{name}{WEIGHT}": weight for name, weight in self._weights.items()}
+        copies = {weight.name: weight.tensor for weight in self._copies()}
         return {**frozen, **copies, **self._owned.tensors()}
 
     def boundary_tensors(self) -> dict[str, torch.Tensor]:
         """Every buffer: forward may change it (routing statistics, expert biases)."""
         return {name: as_captured(buffer) for name, buffer in self._tree.buffers.items()}
 
-    def require_covered(self) -> None:
-        """ConfigError that names a tensor that trains and is neither captured nor derived."""
-        self.derived()
-
-    def derived(self) -> dict[str, torch.Tensor]:
-        """Weights that ``load`` makes of masters, this rank's or those of others."""
-        captured = [*self.tensors().values(), *self.boundary_tensors().values()]
-        for part in optimizers.optimizer_parts(self._optimizer):
-            captured += in_groups(part.optimizer)
-        weights = (p for p in self._tree.parameters.values() if id(p) in self._trained)
-        return derived_of(self._held(), captured, optimizers.derived(self._optimizer, weights))
-
-    def _held(self) -> Iterator[Named]:
-        """All that the model's modules and its optimizers hold."""
-        yield from state_parts.members_of(self._model)
-        for number, part in enumerate(optimizers.optimizer_parts(self._optimizer)):
-            yield from held_by_optimizer(f"optimizer{number}", part.optimizer)
-
-    def beside(self) -> Lost:
-        """Objects with training state in this process that Megatron does not know."""
-        parts = optimizers.optimizer_parts(self._optimizer)
-        known = {f"optimizer{number}": part.optimizer for number, part in enumerate(parts)}
-        known |= {"optimizer": self._optimizer, "scheduler": self._scheduler, "parts": parts}
-        found = uncaptured(known, [tensor for _, tensor in self._held()], _OWN_POSITION)
-        return Lost(found, _BESIDE)
-
-    def replicas(self) -> dict[str, Any]:
-        """Tensors of optimizers that several ranks keep equal, with the group of these ranks."""
-        groups = {
-            master.name: group
-            for master in self._masters
-            if (group := replica_group(master, self._args)) is not None
-        }
-        found = {f"{name}{WEIGHT}": groups[name] for name in self._weights if name in groups}
-        for master in self._masters:
-            if master.name in groups:
-                kept = master_tensors.state_tensors(master.inner, master.tensor)
-                names = (_MAIN, *kept)
-                found |= {f"{master.name}.{name}": groups[master.name] for name in names}
-        return found
-
     def compared(self) -> dict[str, tuple[torch.Tensor, Any]]:
         """The model's weights, as its data-parallel ranks have them when an iteration has ended.
 
         None where they are gathered while the next one runs, or sharded.
         """
-        if not state_parts.weights_are_whole(self._args):
+        if any(getattr(self._args, name, False) for name in _SHARDED):
             return {}
         every = self._tree.parameters.items()
         return {name: (weight, weight_group(weight)) for name, weight in every}
 
-    def replaces(self, name: str) -> bool:
-        """False: Megatron has views of all of them."""
-        return False
-
-    def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take weights that the snapshot holds because they did not follow from masters."""
-        every = optimizers.low_precision_weights(self._optimizer, self._names)
-        for name, stored in tensors.items():
-            weight = every.get(name.removesuffix(WEIGHT)) if name.endswith(WEIGHT) else None
-            if weight is None or weight.shape != stored.shape:
-                raise LayoutMismatchError(
-                    f"{name} is only in the snapshot; build the same model and optimizer as in "
-                    "the run that saved it"
-                )
-            weight.copy_(stored)
-            self._weights[name.removesuffix(WEIGHT)] = weight
-
-    def replica_group(self, name: str) -> Any:
-        """The group of a weight that the snapshot holds and this state does not yet."""
+    def _weights(self) -> Iterator[Weight]:
         groups = {master.name: replica_group(master, self._args) for master in self._masters}
-        return groups.get(name.removesuffix(WEIGHT))
+        for name, weight, master in optimizers.low_precision(self._optimizer, self._names):
+            yield Weight(f"{name}{WEIGHT}", weight.detach(), master, groups.get(name))
 
-    def logical_map(self) -> dict[str, LogicalPlace]:
-        """Places in the unsharded model, of all tensors that Megatron itself would save."""
-        return self._description.places
+    def _publish_targets(self) -> list[torch.Tensor]:
+        weights = (p for p in self._tree.parameters.values() if id(p) in self._trained)
+        return optimizers.derived(self._optimizer, weights)
 
-    def checkpoint_form(self) -> bytes:
-        """CheckpointForm of what Megatron itself would save of this rank, as bytes."""
-        return self._description.form
+    def _replicated(self) -> Iterator[tuple[Iterable[str], Any]]:
+        for master in self._masters:
+            if (group := replica_group(master, self._args)) is not None:
+                kept = master_tensors.state_tensors(master.inner, master.tensor)
+                yield [f"{master.name}.{name}" for name in (_MAIN, *kept)], group
+
+    def _inner_optimizers(self) -> dict[str, Any]:
+        parts = optimizers.optimizer_parts(self._optimizer)
+        return {f"optimizer{number}": part.optimizer for number, part in enumerate(parts)}
+
+    def _members(self) -> list[Named]:
+        return state_parts.members_of(self._model)
+
+    def _known(self) -> dict[str, Any]:
+        parts = optimizers.optimizer_parts(self._optimizer)
+        return {"optimizer": self._optimizer, "scheduler": self._scheduler, "parts": parts}
+
+    def _described(self) -> Description:
+        return self._description
 
     def objects(self) -> dict[str, Any]:
         """Small values as of the last ``at``; no tensor in them shares memory with a live one."""
         return {
-            "version": OBJECTS_VERSION,
+            "version": self.version,
             "iteration": self._iteration,
             "floating_point_operations": self._operations,
             "samples": state_parts.capture_samples(self._args),
@@ -217,32 +163,20 @@ class MegatronState:
             "scalers": optimizers.scaler_states(self._optimizer),
             "schedule": host_copy(self._scheduler.state_dict()),
             "modules": host_copy(extra_states(self._tree.keeping)),
-            "flags": self._flags(),
+            "flags": trained(self._tree.parameters.values()),
             "rerun_machine": host_copy(state_parts.capture_rerun_machine(self._data_iterator)),
             "random": capture_random_states(),
             WISH: wish_of(self._args),
             reshaped_objects.SIZES: self._sizes,
-            "copied_weights": len(self._weights),
+            "copied_weights": len(self._copied),
             "fixed_arguments": state_parts.fixed_arguments(self._args),
-            "arguments": self._description.changed_arguments(),
+            "arguments": self._changed_arguments.now(),
         }
 
     def _numbers(self) -> list[dict[int, dict[str, Any]]]:
         if not self._owned.numbers():
             return [{} for _ in optimizers.optimizer_parts(self._optimizer)]
         return optimizers.state_numbers(self._optimizer)
-
-    def _flags(self) -> bytes:
-        """``requires_grad`` of the parameters in the order of the modules, a byte each."""
-        return bytes(map(_TRAINED, self._tree.parameters.values()))
-
-    def _load_flags(self, flags: bytes) -> None:
-        """Set what ``_flags`` gave, if it is of as many parameters; older releases gave none."""
-        every = self._tree.parameters.values()
-        if len(flags) == len(every):
-            for parameter, flag in zip(every, flags, strict=True):
-                if parameter.requires_grad != bool(flag):
-                    parameter.requires_grad_(bool(flag))
 
     def _data_position(self) -> Any:
         if not state_parts.is_external(self._args):
@@ -257,18 +191,14 @@ class MegatronState:
         Collective over the data-parallel group with a distributed optimizer, because
         ranks gather each other's weights.
         """
-        if objects.get("version") != OBJECTS_VERSION:
-            raise LayoutMismatchError(
-                f"the snapshot's objects have version {objects.get('version')}, this release "
-                f"reads {OBJECTS_VERSION}; restore with the release that took it"
-            )
+        self._require_version(objects)
         # Snapshots of earlier releases do not say.
         state_parts.check_arguments(self._args, objects.get("fixed_arguments", {}))
         with torch.no_grad():
-            stored = {name: weight.clone() for name, weight in self._weights.items()}
+            stored = [(weight.tensor, weight.tensor.clone()) for weight in self._copies()]
             gathers = optimizers.derive_weights(self._optimizer)
-            for name, weight in stored.items():
-                self._weights[name].copy_(weight)
+            for weight, content in stored:
+                weight.copy_(content)
             if gathers:
                 optimizers.gather_weights(self._model, self._optimizer)
         self._load_objects(objects)
@@ -285,7 +215,8 @@ class MegatronState:
         optimizers.load_scaler_states(self._optimizer, objects["scalers"])
         state_parts.restore_schedule(self._scheduler, objects["schedule"])
         load_extra_states(self._tree.keeping, objects["modules"])
-        self._load_flags(objects.get("flags", b""))
+        # Older releases gave none.
+        load_trained(self._tree.parameters.values(), objects.get("flags", b""))
         state_parts.restore_rerun_machine(objects["rerun_machine"])
         self._loaded = objects
         self._restore_random_states(objects)
@@ -294,17 +225,6 @@ class MegatronState:
         """Set them, unless they are of another layout: then the rank's own stay."""
         if objects["random"] is not None:
             restore_random_states(objects["random"])
-
-    def expect_reshape(self) -> None:
-        """LayoutMismatchError naming captured tensors that cannot come from another layout."""
-        unknown = sorted(live_tensors(self).keys() - self._description.places.keys())
-        if unknown:
-            reason = self._description.problem or "each rank's is its own"
-            raise LayoutMismatchError(
-                f"{len(unknown)} tensors have no known place in the unsharded model, {unknown[0]} "
-                f"first ({reason}), so the snapshot cannot be taken into another layout: start "
-                "with the old flags and number of ranks"
-            )
 
     def reshape_objects(
         self, shard_id: str, origins: Sequence[tuple[str, dict[str, Any]]]

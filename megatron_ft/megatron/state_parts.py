@@ -14,6 +14,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
+from operator import is_not
 from typing import Any
 
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
@@ -23,6 +25,7 @@ from megatron_ft.trainer.flat_coverage import members
 from megatron_ft.trainer.module_tree import ModuleTree
 from megatron_ft.trainer.state import RngState, host_copy
 
+_PLAIN = (bool, int, float, str, type(None))
 SAMPLE_COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 
 
@@ -104,6 +107,26 @@ def check_arguments(args: Any, captured: Mapping[str, Any]) -> None:
             f"the snapshot is of another model, though its tensors fit: {'; '.join(changed)}. "
             "Run with the old flags, or remove the job's snapshots with `megatron-ft clean`"
         )
+
+
+class ChangedArguments:
+    """Arguments of plain values that change in training, as compared with those of its start."""
+
+    def __init__(self, args: Any) -> None:
+        self._args, self._known = args, dict(vars(args))
+
+    def now(self) -> dict[str, Any]:
+        now = vars(self._args)
+        if list(self._known) != list(now):
+            # In the order of now; what was not there then is known as something equal to nothing.
+            self._known = {name: self._known.get(name, self) for name in now}
+        # Hundreds of arguments, nearly all the very objects that they were: not looked at in turn.
+        others = compress(now.items(), map(is_not, now.values(), self._known.values()))
+        return {
+            name: value
+            for name, value in others
+            if isinstance(value, _PLAIN) and self._known[name] != value
+        }
 
 
 def capture_random_states() -> dict[str, Any]:
@@ -208,15 +231,6 @@ def weight_group(parameter: Any) -> Any:
     if getattr(parameter, "allreduce", True):
         return mpu.get_data_parallel_group(with_context_parallel=True)
     return mpu.get_expert_data_parallel_group()
-
-
-_SHARDED = ("overlap_param_gather", "use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
-"""Arguments with which no rank need have all weights at the end of an iteration."""
-
-
-def weights_are_whole(args: Any) -> bool:
-    """True if each rank has all weights of its part of the model when an iteration has ended."""
-    return not any(getattr(args, name, False) for name in _SHARDED)
 
 
 def plain_name(name: str) -> str:

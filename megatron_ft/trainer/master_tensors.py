@@ -110,6 +110,18 @@ class Owned(NamedTuple):
     parameter: torch.Tensor
 
 
+class Weight(NamedTuple):
+    """A low-precision weight that is ``master`` rounded, after each step that was not skipped.
+
+    ``replicas`` is the process group whose ranks all hold the same, None if it is this rank's own.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    master: torch.Tensor
+    replicas: Any = None
+
+
 class MasterTensors:
     """Tensors to capture by name: each master as ``{name}{separator}{own}``, and what its inner
     optimizer keeps for it as ``{name}{separator}{kept}``, scales included.

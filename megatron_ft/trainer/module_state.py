@@ -17,14 +17,13 @@ import torch
 
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
 from megatron_ft.trainer.coverage import matches, places
-from megatron_ft.trainer.module_tree import ModuleTree, load_extra_states
+from megatron_ft.trainer.module_tree import ModuleTree, load_extra_states, load_trained, trained
 
 _EXTRA = "_extra_state"
 """Its name in a ``state_dict`` of torch, behind the path of its module."""
 
 _ANSWERS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _HOOKS = attrgetter("_state_dict_hooks", "_state_dict_pre_hooks")
-_TRAINED = attrgetter("requires_grad")
 
 
 class ModuleState:
@@ -124,21 +123,18 @@ class ModuleState:
         every = self._tree.parameters
         if self._in_order[0] is not every:
             self._in_order = every, list(map(every.__getitem__, sorted(every)))
-        return bytes(map(_TRAINED, self._in_order[1]))
+        return trained(self._in_order[1])
 
     def load_flags(self, flags: bytes) -> None:
         """Set what ``flags`` gave.  LayoutMismatchError if it is of another number."""
         self._tree.refresh()
-        names = sorted(self._tree.parameters)
-        if len(flags) != len(names):
+        parameters = self._tree.parameters
+        every = [parameters[name] for name in sorted(parameters)]
+        if not load_trained(every, flags):
             raise LayoutMismatchError(
-                f"{self._begin[:-1]} has {len(names)} parameters, in the snapshot {len(flags)}: "
+                f"{self._begin[:-1]} has {len(every)} parameters, in the snapshot {len(flags)}: "
                 "build the same model as in the run that saved it"
             )
-        for name, flag in zip(names, flags, strict=True):
-            parameter = self._tree.parameters[name]
-            if parameter.requires_grad != bool(flag):
-                parameter.requires_grad_(bool(flag))
 
     def load(self, more: Mapping[str, Any]) -> None:
         """Hand the module what ``more`` was; its own tensors have been filled."""

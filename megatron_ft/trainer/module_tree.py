@@ -5,7 +5,7 @@ The latter is extra state, through torch's own interface for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -34,6 +34,21 @@ def load_extra_states(modules: NamedModules, states: dict[str, Any]) -> None:
             module.set_extra_state(states[name])
 
 
+def trained(parameters: Iterable[torch.Tensor]) -> bytes:
+    """``requires_grad`` of each, a byte each: a loop in C, as there are thousands."""
+    return bytes(map(_TRAINED, parameters))
+
+
+def load_trained(parameters: Collection[torch.Tensor], flags: bytes) -> bool:
+    """Set what ``trained`` gave; False if it is of another number of parameters."""
+    if len(flags) != len(parameters):
+        return False
+    for parameter, flag in zip(parameters, flags, strict=True):
+        if parameter.requires_grad != bool(flag):
+            parameter.requires_grad_(bool(flag))
+    return True
+
+
 def has_extra_state(module: torch.nn.Module) -> bool:
     """True if the module's class defines extra state."""
     return type(module).get_extra_state is not torch.nn.Module.get_extra_state
@@ -43,6 +58,7 @@ Roots = Callable[[], Sequence[torch.nn.Module]]
 Name = Callable[[int, str], str]
 
 _OVERRIDABLE = ("named_modules", "named_parameters", "named_buffers", "_named_members")
+_TRAINED = attrgetter("requires_grad")
 _HOLDERS = attrgetter("_modules", "_parameters", "_buffers")
 
 
