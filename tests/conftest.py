@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 import select
 import shutil
@@ -35,6 +37,8 @@ LONG_TESTS = 40
 """How many others take as long as one of them."""
 FRAMEWORKS = ("megatron", "deepspeed")
 """In the names of tests that need the host of a framework, whose imports take long."""
+TEST_SECONDS = 120.0
+"""A hang's limit for a test that is a coroutine."""
 FOLDER_SECONDS = 20.0
 """A folder may be between two processes of a job of another worker."""
 
@@ -91,6 +95,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next((name for name in FRAMEWORKS if name in nodeid), file)
 
     return ByFramework(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine runs in a loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    test = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+    asyncio.run(asyncio.wait_for(test, TEST_SECONDS))
+    return True
 
 
 def pytest_collection_finish() -> None:

@@ -116,41 +116,35 @@ async def until_all(smps: list[SmpNode], state: SlotState) -> None:
             raise AssertionError(f"{node.environment.node} was not told in 30 s")
 
 
-def test_what_a_connection_that_broke_has_lost_is_told_again(smps: list[SmpNode]) -> None:
+async def test_what_a_connection_that_broke_has_lost_is_told_again(smps: list[SmpNode]) -> None:
     """Nobody else would say it: the snapshot would never end, and no other would begin."""
+    job = Job(1)
+    await job.begin(smps)
+    job.permit()
+    await until_all(smps, SlotState.CAPTURING)
+    link = job.of.links["n1"]
+    link._socket.disconnect(link.endpoint)
+    await seal_on(smps)
+    await until_all(smps, SlotState.SEALED)
+    assert "n1" not in job.sealed
+    link._socket.connect(link.endpoint)
+    await until(lambda: job.cycle.phase == CyclePhase.IDLE, "commit")
+    assert sorted(job.sealed) == list(NAMES)
+    await job.close()
 
-    async def story() -> None:
-        job = Job(1)
-        await job.begin(smps)
+
+async def test_words_of_an_smp_that_is_connected_anew_are_those_that_follow(
+    smps: list[SmpNode],
+) -> None:
+    """Somebody took it for dead."""
+    job = Job(2)
+    await job.begin(smps)
+    for node in ("n0", "n1"):
         job.permit()
         await until_all(smps, SlotState.CAPTURING)
-        link = job.of.links["n1"]
-        link._socket.disconnect(link.endpoint)
         await seal_on(smps)
-        await until_all(smps, SlotState.SEALED)
-        assert "n1" not in job.sealed
-        link._socket.connect(link.endpoint)
         await until(lambda: job.cycle.phase == CyclePhase.IDLE, "commit")
-        assert sorted(job.sealed) == list(NAMES)
-        await job.close()
-
-    run(story())
-
-
-def test_words_of_an_smp_that_is_connected_anew_are_those_that_follow(smps: list[SmpNode]) -> None:
-    """Somebody took it for dead."""
-
-    async def story() -> None:
-        job = Job(2)
-        await job.begin(smps)
-        for node in ("n0", "n1"):
-            job.permit()
-            await until_all(smps, SlotState.CAPTURING)
-            await seal_on(smps)
-            await until(lambda: job.cycle.phase == CyclePhase.IDLE, "commit")
-            await job.of.refresh()  # so that it keeps nothing of what it has told
-            job.of.connect(node, job.of.links[node].endpoint)
-        assert job.of.standing.committed == (SnapshotId(2, 2), 2, "local")
-        await job.close()
-
-    run(story())
+        await job.of.refresh()  # so that it keeps nothing of what it has told
+        job.of.connect(node, job.of.links[node].endpoint)
+    assert job.of.standing.committed == (SnapshotId(2, 2), 2, "local")
+    await job.close()

@@ -170,7 +170,7 @@ def test_what_a_dead_run_left_is_removed_and_what_is_used_is_not(network: NodeNe
     assert can_connect(network, "n0", "n1"), "one of a run that lives was touched"
 
 
-def test_what_was_killed_and_is_cut_off_is_not_waited_for() -> None:
+async def test_what_was_killed_and_is_cut_off_is_not_waited_for() -> None:
     cut = [True]
 
     def handle() -> RemoteProcess:
@@ -179,23 +179,20 @@ def test_what_was_killed_and_is_cut_off_is_not_waited_for() -> None:
         made.near = lambda: not cut[0]
         return made
 
-    async def story() -> None:
-        unreached, reached, both = handle(), handle(), handle()
-        unreached.kill()
-        assert await asyncio.wait_for(unreached.wait(), 10) == UNKNOWN_EXIT
-        assert not unreached.alive() and Path(f"/proc/{unreached.pid}").exists()
-        os.kill(reached.pid, signal.SIGTERM)
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(reached.wait(), 0.3)
-        assert reached.alive(), "as far as is known here"
-        cut[0] = False
-        assert await asyncio.wait_for(reached.wait(), 10) == -signal.SIGTERM
-        both.kill()
-        cut[0] = True
-        assert await asyncio.wait_for(both.wait(), 10) in (UNKNOWN_EXIT, -signal.SIGKILL)
-        os.kill(unreached.pid, signal.SIGKILL)
-
-    asyncio.run(story())
+    unreached, reached, both = handle(), handle(), handle()
+    unreached.kill()
+    assert await asyncio.wait_for(unreached.wait(), 10) == UNKNOWN_EXIT
+    assert not unreached.alive() and Path(f"/proc/{unreached.pid}").exists()
+    os.kill(reached.pid, signal.SIGTERM)
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(reached.wait(), 0.3)
+    assert reached.alive(), "as far as is known here"
+    cut[0] = False
+    assert await asyncio.wait_for(reached.wait(), 10) == -signal.SIGTERM
+    both.kill()
+    cut[0] = True
+    assert await asyncio.wait_for(both.wait(), 10) in (UNKNOWN_EXIT, -signal.SIGKILL)
+    os.kill(unreached.pid, signal.SIGKILL)
 
 
 def test_two_jobs_never_have_one_subnet() -> None:

@@ -13,7 +13,6 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,8 +39,7 @@ from megatron_ft.supervisor.connections import SmpLink
 from tests.support.smp_node import SECRET, SmpNode, capture, create, run, say, snapshot
 
 TRAINER = """
-import sys, os
-sys.path.insert(0, {root!r})
+import os, sys
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.rpc.client import TrainerClient
 client = TrainerClient(ProcessEnvironment.from_env(), 0)
@@ -54,7 +52,6 @@ sys.stdin.read()
 
 RESTORED = """
 import os, signal, sys
-sys.path.insert(0, {root!r})
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import client as module
@@ -67,7 +64,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 ENCODER = """
 import os, sys
-sys.path.insert(0, {root!r})
 from pathlib import Path
 from megatron_ft.arena.arena import Arena
 from megatron_ft.core.environment import ProcessEnvironment
@@ -89,12 +85,20 @@ with connect(environment, lambda: None) as smp:
 """
 
 
+STARTED: list[subprocess.Popen[str]] = []
+"""By process() in this test."""
+
+
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[SmpNode]:
     node = SmpNode(tmp_path)
     node.start()
     yield node
     node.kill()
+    for one in STARTED:
+        one.kill()
+        one.communicate()
+    STARTED.clear()
 
 
 def trainer(node: SmpNode, incarnation: int = 1) -> subprocess.Popen[str]:
@@ -131,20 +135,16 @@ def process(
         **node.environment.variables(),
         "MEGATRON_FT_INCARNATION": str(incarnation),
     }
-    return subprocess.Popen(
-        [
-            *through,
-            sys.executable,
-            "-c",
-            script.format(root=str(Path(__file__).parents[3])),
-            *words,
-        ],
+    started = subprocess.Popen(
+        [*through, sys.executable, "-c", script, *words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
         start_new_session=True,
     )
+    STARTED.append(started)
+    return started
 
 
 async def led(node: SmpNode, incarnation: int = 1, seconds: float = 60.0) -> SmpLink:
@@ -163,62 +163,41 @@ async def lease(link: SmpLink, seconds: float, incarnation: int = 1) -> m.LeaseA
     return answer
 
 
-def test_who_registers_before_the_coordinator_is_here_is_told_of(node: SmpNode) -> None:
-    async def story() -> None:
-        link = await led(node)
-        await link.demand(create(), 30)
-        link.close()
-        node.kill()
-        node.start()
-        first = encoder(node, "w1", 7)
-        assert first.stdout is not None
-        try:
-            assert "EncoderWelcome" in await asyncio.to_thread(first.stdout.readline)
-            link = await node.link(zmq.asyncio.Context.instance())
-            await lease(link, 60.0)
-            assert (await node.event(m.EncoderHello)).world == "w1"
-        finally:
-            first.kill()
-            first.wait(30)
-        link.close()
-
-    run(story())
+async def test_who_registers_before_the_coordinator_is_here_is_told_of(node: SmpNode) -> None:
+    link = await led(node)
+    await link.demand(create(), 30)
+    link.close()
+    node.kill()
+    node.start()
+    assert "EncoderWelcome" in await next_line(encoder(node, "w1", 7))
+    link = await node.link(zmq.asyncio.Context.instance())
+    await lease(link, 60.0)
+    assert (await node.event(m.EncoderHello)).world == "w1"
+    link.close()
 
 
-def test_an_encoder_that_was_started_ahead_waits_for_its_incarnation(node: SmpNode) -> None:
+async def test_an_encoder_that_was_started_ahead_waits_for_its_incarnation(node: SmpNode) -> None:
     """It is registered with it, and not if it has died meanwhile."""
-
-    async def story() -> None:
-        link = await led(node)
-        await link.demand(create(), 30)
-        dead, early = (encoder(node, name, 7, incarnation=2) for name in ("w1", "w2"))
-        with ended([dead, early]):
-            waiting = {(await node.event(m.EncoderWaits)).world for _ in range(2)}
-            assert waiting == {"w1", "w2"}
-            dead.kill()
-            dead.wait(30)
-            await link.demand(m.Admit(2, 60.0), 30)
-            assert "EncoderWelcome" in await next_line(early)
-            assert (await node.event(m.EncoderHello)).world == "w2"
-            answer = await lease(link, 60.0, 2)
-            assert answer.encoder_world == "w2"
-        link.close()
-
-    run(story())
+    link = await led(node)
+    await link.demand(create(), 30)
+    dead, early = (encoder(node, name, 7, incarnation=2) for name in ("w1", "w2"))
+    assert {(await node.event(m.EncoderWaits)).world for _ in range(2)} == {"w1", "w2"}
+    dead.kill()
+    dead.wait(30)
+    await link.demand(m.Admit(2, 60.0), 30)
+    assert "EncoderWelcome" in await next_line(early)
+    assert (await node.event(m.EncoderHello)).world == "w2"
+    assert (await lease(link, 60.0, 2)).encoder_world == "w2"
+    link.close()
 
 
-def test_a_rank_that_dies_once_it_is_restored_was_restored(node: SmpNode) -> None:
+async def test_a_rank_that_dies_once_it_is_restored_was_restored(node: SmpNode) -> None:
     """Its failure is held against the snapshot only if the coordinator knows of the load."""
-
-    async def story() -> None:
-        link = await led(node)
-        rank = process(node, RESTORED)
-        with ended([rank]):
-            assert await asyncio.to_thread(rank.wait, 60) == -signal.SIGKILL
-            assert (await node.event(m.Restored)).shard_id == "dp0"
-        link.close()
-
-    run(story())
+    link = await led(node)
+    rank = process(node, RESTORED)
+    assert await asyncio.to_thread(rank.wait, 60) == -signal.SIGKILL
+    assert (await node.event(m.Restored)).shard_id == "dp0"
+    link.close()
 
 
 def test_a_rank_trains_though_nobody_notes_that_it_was_restored(
@@ -235,287 +214,202 @@ def test_a_rank_trains_though_nobody_notes_that_it_was_restored(
     assert "has not confirmed in 0 s that dp0 was restored" in caplog.text
 
 
-def test_a_killed_smp_leaves_arenas_that_the_next_one_adopts(node: SmpNode) -> None:
-    async def story() -> None:
-        link = await led(node)
-        await link.demand(create(), 30)
-        await link.demand(m.Grant(1, snapshot(1), 2), 30)
-        say(node, capture(node))
-        assert (await node.event(m.Sealed)).record.snapshot == snapshot(1)
-        await link.demand(m.Commit(1, snapshot(1), "local"), 30)
-        link.close()
-        node.kill()
-        node.start()
-        link = await node.link(zmq.asyncio.Context.instance())
-        with pytest.raises(StaleIncarnationError):
-            await link.demand(m.Admit(1, 60.0), 30)
-        inventory = await link.demand(m.Admit(2, 60.0), 30)
-        assert inventory.highest_incarnation == 1
-        (arena,) = inventory.arenas
-        assert [s.state for s in arena.slots] == [SlotState.COMMITTED, SlotState.FREE]
-        assert arena.slots[0].record is not None and arena.slots[0].iteration == 2
-        link.close()
-
-    run(story())
+async def test_a_killed_smp_leaves_arenas_that_the_next_one_adopts(node: SmpNode) -> None:
+    link = await led(node)
+    await link.demand(create(), 30)
+    await link.demand(m.Grant(1, snapshot(1), 2), 30)
+    say(node, capture(node))
+    assert (await node.event(m.Sealed)).record.snapshot == snapshot(1)
+    await link.demand(m.Commit(1, snapshot(1), "local"), 30)
+    link.close()
+    node.kill()
+    node.start()
+    link = await node.link(zmq.asyncio.Context.instance())
+    with pytest.raises(StaleIncarnationError):
+        await link.demand(m.Admit(1, 60.0), 30)
+    inventory = await link.demand(m.Admit(2, 60.0), 30)
+    assert inventory.highest_incarnation == 1
+    (arena,) = inventory.arenas
+    assert [s.state for s in arena.slots] == [SlotState.COMMITTED, SlotState.FREE]
+    assert arena.slots[0].record is not None and arena.slots[0].iteration == 2
+    link.close()
 
 
-def test_an_older_trainer_is_dead_before_a_new_incarnation_is_admitted(node: SmpNode) -> None:
-    async def story() -> None:
-        link = await led(node)
-        await link.demand(create(), 30)
-        old = trainer(node)
-        await node.event(m.Hello)
-        await link.demand(m.Grant(1, snapshot(1), 2), 30)
-        os.kill(old.pid, signal.SIGSTOP)
-        inventory = await link.demand(m.Admit(2, 60.0), 30)
-        assert old.wait(1) == -signal.SIGKILL
-        assert [s.state for s in inventory.arenas[0].slots] == [SlotState.FREE, SlotState.FREE]
-        link.close()
-
-    run(story())
+async def test_an_older_trainer_is_dead_before_a_new_incarnation_is_admitted(node: SmpNode) -> None:
+    link = await led(node)
+    await link.demand(create(), 30)
+    old = trainer(node)
+    await node.event(m.Hello)
+    await link.demand(m.Grant(1, snapshot(1), 2), 30)
+    os.kill(old.pid, signal.SIGSTOP)
+    inventory = await link.demand(m.Admit(2, 60.0), 30)
+    assert old.wait(1) == -signal.SIGKILL
+    assert [s.state for s in inventory.arenas[0].slots] == [SlotState.FREE, SlotState.FREE]
+    link.close()
 
 
-def test_an_encoder_of_an_old_world_writes_nothing_when_it_wakes(node: SmpNode) -> None:
+async def test_an_encoder_of_an_old_world_writes_nothing_when_it_wakes(node: SmpNode) -> None:
     """Its order was carried out by another world meanwhile, or its slot has a newer snapshot."""
     striped = {"codec": "replica", "parity_members": 1, "members": ("dp0", "dp1")}
-    old, new = None, None
-
-    async def story() -> None:
-        nonlocal old, new
-        link = await led(node)
-        await link.demand(msgspec.structs.replace(create(), **striped), 30)
-        old = encoder(node, "old", 7)
-        assert "EncoderWelcome" in await next_line(old)
-        os.kill(old.pid, signal.SIGSTOP)
-        say_go(old)
-        new = encoder(node, "new", 9)
-        assert "EncoderWelcome" in await next_line(new)
-        say_go(new)
-        assert await next_line(new) == "wrote\n"
-        os.kill(old.pid, signal.SIGCONT)
-        await next_line(old)  # until it has written, or is dead
-        with Arena.open(node.environment.node_dir / "dp0.arena") as arena:
-            assert set(arena.parity(0).tolist()) == {9}, "parity of an old world over a newer one"
-        link.close()
-
-    try:
-        run(story())
-    finally:
-        for writer in filter(None, (old, new)):
-            writer.kill()
-            writer.communicate()
-
-
-@contextmanager
-def ended(writers: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
-    """After the block none of them lives."""
-    try:
-        yield
-    finally:
-        for writer in writers:
-            writer.kill()
-            writer.communicate()
+    link = await led(node)
+    await link.demand(msgspec.structs.replace(create(), **striped), 30)
+    old = encoder(node, "old", 7)
+    assert "EncoderWelcome" in await next_line(old)
+    os.kill(old.pid, signal.SIGSTOP)
+    say_go(old)
+    new = encoder(node, "new", 9)
+    assert "EncoderWelcome" in await next_line(new)
+    say_go(new)
+    assert await next_line(new) == "wrote\n"
+    os.kill(old.pid, signal.SIGCONT)
+    await next_line(old)  # until it has written, or is dead
+    with Arena.open(node.environment.node_dir / "dp0.arena") as arena:
+        assert set(arena.parity(0).tolist()) == {9}, "parity of an old world over a newer one"
+    link.close()
 
 
 @pytest.mark.parametrize(
     "earlier", [False, True], ids=["of this incarnation", "of an earlier incarnation"]
 )
-def test_an_encoder_of_an_old_world_that_comes_late_does_not_end_the_new_one(
+async def test_an_encoder_of_an_old_world_that_comes_late_does_not_end_the_new_one(
     node: SmpNode, earlier: bool
 ) -> None:
     """It was suspended before it said hello, or where nobody could reach it."""
-    worlds: list[subprocess.Popen[str]] = []
-
-    async def story() -> str:
-        link = await led(node, 2)
-        await link.demand(create(incarnation=2), 30)
-        old = encoder(node, "old", 7, held=True, incarnation=1 if earlier else 2)
-        worlds.append(old)
-        assert await next_line(old) == "held\n"
-        new = encoder(node, "new", 9, incarnation=2)
-        worlds.append(new)
-        assert "EncoderWelcome" in await next_line(new)
-        say_go(old)
-        refused = await next_line(old)
-        assert new.poll() is None and (await lease(link, 60.0, 2)).encoder_world == "new"
-        link.close()
-        return refused
-
-    with ended(worlds):
-        assert "StaleIncarnationError" in run(story())
+    link = await led(node, 2)
+    await link.demand(create(incarnation=2), 30)
+    old = encoder(node, "old", 7, held=True, incarnation=1 if earlier else 2)
+    assert await next_line(old) == "held\n"
+    new = encoder(node, "new", 9, incarnation=2)
+    assert "EncoderWelcome" in await next_line(new)
+    say_go(old)
+    assert "StaleIncarnationError" in await next_line(old)
+    assert new.poll() is None and (await lease(link, 60.0, 2)).encoder_world == "new"
+    link.close()
 
 
-def test_an_encoder_that_cannot_be_written_down_is_told_of_with_the_cause(node: SmpNode) -> None:
-    """As on a tmpfs that is full."""
-    worlds: list[subprocess.Popen[str]] = []
-
-    async def story() -> m.EncoderRefused:
-        link = await led(node)
-        await link.demand(create(), 30)
-        spare = spare_of(node.environment.node_dir / "writers.json")
-        spare.unlink()
-        (spare / "in the way").mkdir(parents=True)
-        worlds.append(encoder(node, "w1", 7))
-        told = await node.event(m.EncoderRefused)
-        link.close()
-        return told
-
-    with ended(worlds):
-        told = run(story())
-    assert told.world == "w1" and "writers.json" in told.reason
-
-
-def test_an_encoder_of_an_earlier_incarnation_is_turned_away_where_there_is_no_other(
+async def test_an_encoder_that_cannot_be_written_down_is_told_of_with_the_cause(
     node: SmpNode,
 ) -> None:
-    worlds: list[subprocess.Popen[str]] = []
-
-    async def story() -> str:
-        link = await led(node)
-        await link.demand(create(), 30)
-        worlds.append(encoder(node, "old", 7, held=True))
-        assert await next_line(worlds[0]) == "held\n"
-        await link.demand(m.Admit(2, 60.0), 30)
-        say_go(worlds[0])
-        refused = await next_line(worlds[0])
-        assert (await lease(link, 60.0, 2)).encoder_world == ""
-        link.close()
-        return refused
-
-    with ended(worlds):
-        assert "StaleIncarnationError" in run(story())
+    """As on a tmpfs that is full."""
+    link = await led(node)
+    await link.demand(create(), 30)
+    spare = spare_of(node.environment.node_dir / "writers.json")
+    spare.unlink()
+    (spare / "in the way").mkdir(parents=True)
+    encoder(node, "w1", 7)
+    told = await node.event(m.EncoderRefused)
+    assert told.world == "w1" and "writers.json" in told.reason
+    link.close()
 
 
-def test_a_trainer_of_an_earlier_incarnation_is_turned_away(node: SmpNode) -> None:
-    async def story() -> str:
-        link = await led(node, incarnation=2)
-        late = trainer(node, incarnation=1)
-        assert late.stdout is not None
-        said = await asyncio.to_thread(late.stdout.readline)
-        late.communicate("")
-        link.close()
-        return said
+async def test_an_encoder_of_an_earlier_incarnation_is_turned_away_where_there_is_no_other(
+    node: SmpNode,
+) -> None:
+    link = await led(node)
+    await link.demand(create(), 30)
+    old = encoder(node, "old", 7, held=True)
+    assert await next_line(old) == "held\n"
+    await link.demand(m.Admit(2, 60.0), 30)
+    say_go(old)
+    assert "StaleIncarnationError" in await next_line(old)
+    assert (await lease(link, 60.0, 2)).encoder_world == ""
+    link.close()
 
-    assert run(story()).startswith("StaleIncarnationError trainer of incarnation 1")
+
+async def test_a_trainer_of_an_earlier_incarnation_is_turned_away(node: SmpNode) -> None:
+    link = await led(node, incarnation=2)
+    said = await next_line(trainer(node, incarnation=1))
+    assert said.startswith("StaleIncarnationError trainer of incarnation 1")
+    link.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a PID namespace needs root")
-def test_a_trainer_with_process_numbers_of_its_own_is_turned_away(node: SmpNode) -> None:
+async def test_a_trainer_with_process_numbers_of_its_own_is_turned_away(node: SmpNode) -> None:
     """Its number is another process's here, which the next fence would kill."""
-
-    async def story() -> str:
-        link = await led(node)
-        own_numbers = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        inside = process(node, TRAINER, through=own_numbers)
-        assert inside.stdout is not None
-        said = await asyncio.to_thread(inside.stdout.readline)
-        inside.communicate("")
-        link.close()
-        return said
-
-    said = run(story())
+    link = await led(node)
+    own_numbers = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    said = await next_line(process(node, TRAINER, through=own_numbers))
     assert said.startswith("ControlPlaneError the trainer of dp0") and "--pid host" in said
+    link.close()
 
 
-def test_a_shard_missing_from_a_restore_is_refused(node: SmpNode) -> None:
+async def test_a_shard_missing_from_a_restore_is_refused(node: SmpNode) -> None:
     """It must never start from nothing beside ranks that were restored."""
-
-    async def story() -> str:
-        link = await led(node)
-        await link.demand(create(), 30)
-        await link.demand(m.RestoreReady(1, snapshot(5), {}), 30)
-        rank = trainer(node)
-        assert rank.stdout is not None
-        said = await asyncio.to_thread(rank.stdout.readline)
-        rank.communicate("")
-        link.close()
-        return said
-
-    assert run(story()).startswith("LayoutMismatchError the job restores snapshot 1.5")
+    link = await led(node)
+    await link.demand(create(), 30)
+    await link.demand(m.RestoreReady(1, snapshot(5), {}), 30)
+    said = await next_line(trainer(node))
+    assert said.startswith("LayoutMismatchError the job restores snapshot 1.5")
+    link.close()
 
 
-def test_a_restarted_smp_says_nothing_of_what_is_restored_before_it_was_told(
+async def test_a_restarted_smp_says_nothing_of_what_is_restored_before_it_was_told(
     node: SmpNode,
 ) -> None:
     """An empty welcome would start this rank from nothing beside restored ones."""
-
-    async def story() -> str:
-        (await led(node)).close()
-        node.kill()
-        node.start()
-        link = await node.link(zmq.asyncio.Context.instance())
-        await link.demand(m.Lease(1, 60.0), 30)
-        rank = trainer(node)
-        assert rank.stdout is not None
-        await node.event(m.Hello)
-        await link.demand(m.Lease(1, 60.0), 30)
-        early = select.select([rank.stdout], [], [], 0.5)[0]
-        assert not early, f"not told, the SMP said {rank.stdout.readline()}"
-        await link.demand(m.RestoreReady(1, snapshot(5), {}), 30)
-        said = await next_line(rank)
-        rank.communicate("")
-        link.close()
-        return said
-
-    assert run(story()).startswith("LayoutMismatchError the job restores snapshot 1.5")
+    (await led(node)).close()
+    node.kill()
+    node.start()
+    link = await node.link(zmq.asyncio.Context.instance())
+    await link.demand(m.Lease(1, 60.0), 30)
+    rank = trainer(node)
+    assert rank.stdout is not None
+    await node.event(m.Hello)
+    await link.demand(m.Lease(1, 60.0), 30)
+    early = select.select([rank.stdout], [], [], 0.5)[0]
+    assert not early, f"not told, the SMP said {rank.stdout.readline()}"
+    await link.demand(m.RestoreReady(1, snapshot(5), {}), 30)
+    said = await next_line(rank)
+    assert said.startswith("LayoutMismatchError the job restores snapshot 1.5")
+    link.close()
 
 
-def test_an_smp_that_is_never_told_what_is_restored_refuses_its_trainer(
+async def test_an_smp_that_is_never_told_what_is_restored_refuses_its_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_server, "RESTORE_TIMEOUT_SECONDS", 0.01)
     sent: list[m.Message] = []
 
-    async def story() -> None:
-        async def send(peer: Peer, body: m.Message) -> None:
-            sent.append(body)
-
-        environment = ProcessEnvironment("job", "node0", tmp_path, 1)
-        service = SmpService(environment, uuid.UUID(int=7), send, send)
-        service.change_state(highest_incarnation=1)
-        socket = Server(zmq.asyncio.Context.instance())
-        server = LocalServer(service, socket)
-        await server._welcome_once_known(b"rank", m.Hello(os.getpid(), 0, 0, "dp0", (), 1))
-        socket.socket.close(0)
+    async def send(peer: Peer, body: m.Message) -> None:
+        sent.append(body)
 
     tmp_path.chmod(0o700)
-    run(story())
+    environment = ProcessEnvironment("job", "node0", tmp_path, 1)
+    service = SmpService(environment, uuid.UUID(int=7), send, send)
+    service.change_state(highest_incarnation=1)
+    socket = Server(zmq.asyncio.Context.instance())
+    server = LocalServer(service, socket)
+    await server._welcome_once_known(b"rank", m.Hello(os.getpid(), 0, 0, "dp0", (), 1))
+    socket.socket.close(0)
     (answer,) = sent
     assert isinstance(answer, m.Refused) and "has not told node node0" in answer.reason
 
 
-def test_without_a_lease_the_node_kills_its_own_trainers(node: SmpNode) -> None:
-    async def story() -> None:
-        link = await led(node)
-        cut_off = trainer(node)
-        await node.event(m.Hello)
-        await lease(link, 0.5)
-        assert await asyncio.to_thread(cut_off.wait, 60) == -signal.SIGKILL
-        link.close()
-
-    run(story())
+async def test_without_a_lease_the_node_kills_its_own_trainers(node: SmpNode) -> None:
+    link = await led(node)
+    cut_off = trainer(node)
+    await node.event(m.Hello)
+    await lease(link, 0.5)
+    assert await asyncio.to_thread(cut_off.wait, 60) == -signal.SIGKILL
+    link.close()
 
 
 @pytest.mark.parametrize("heard", ["never", "before"])
-def test_leases_without_new_answers_extend_nothing(node: SmpNode, heard: str) -> None:
+async def test_leases_without_new_answers_extend_nothing(node: SmpNode, heard: str) -> None:
     """As they come through a network that is cut in one direction."""
-
-    async def story() -> None:
-        link = await led(node)
-        cut_off = trainer(node)
-        await node.event(m.Hello)
-        clock = (await lease(link, 1.0)).clock if heard == "before" else 0.0
-        if heard == "never":
-            await lease(link, 1.0)
-        dead = asyncio.create_task(asyncio.to_thread(cut_off.wait, 60))
-        while not dead.done():
-            await link.demand(m.Lease(1, 1.0, clock), 30)
-            assert time.monotonic() < clock + 10 or not clock, "the lease never ends"
-            await asyncio.sleep(0.05)
-        assert dead.result() == -signal.SIGKILL
-        link.close()
-
-    run(story())
+    link = await led(node)
+    cut_off = trainer(node)
+    await node.event(m.Hello)
+    clock = (await lease(link, 1.0)).clock if heard == "before" else 0.0
+    if heard == "never":
+        await lease(link, 1.0)
+    dead = asyncio.create_task(asyncio.to_thread(cut_off.wait, 60))
+    while not dead.done():
+        await link.demand(m.Lease(1, 1.0, clock), 30)
+        assert time.monotonic() < clock + 10 or not clock, "the lease never ends"
+        await asyncio.sleep(0.05)
+    assert dead.result() == -signal.SIGKILL
+    link.close()
 
 
 @pytest.mark.parametrize("levels", [1, 2])
@@ -531,70 +425,57 @@ def test_a_folder_above_that_others_may_change_is_refused(tmp_path: Path, levels
     assert not node.environment.node_dir.exists()
 
 
-def test_a_lease_that_counts_from_the_future_extends_nothing(node: SmpNode) -> None:
-    async def story() -> None:
-        first = await led(node)
-        ended = await lease(first, 0.0)
-        await first.demand(m.Lease(1, 100.0, ended.clock + 1000.0), 30)
-        second = await node.link(zmq.asyncio.Context.instance())
-        assert isinstance(await second.ask(m.Admit(2, 1.0), 30), m.Inventory)
-        first.close()
-        second.close()
-
-    run(story())
+async def test_a_lease_that_counts_from_the_future_extends_nothing(node: SmpNode) -> None:
+    first = await led(node)
+    ended = await lease(first, 0.0)
+    await first.demand(m.Lease(1, 100.0, ended.clock + 1000.0), 30)
+    second = await node.link(zmq.asyncio.Context.instance())
+    assert isinstance(await second.ask(m.Admit(2, 1.0), 30), m.Inventory)
+    first.close()
+    second.close()
 
 
-def test_an_admission_begins_a_lease(node: SmpNode) -> None:
+async def status_of(node: SmpNode) -> m.Status:
+    status = await asyncio.to_thread(ask, node.environment.socket, m.StatusRequest())
+    assert isinstance(status, m.Status)
+    return status
+
+
+async def test_an_admission_begins_a_lease(node: SmpNode) -> None:
     """Before the first heartbeat nobody else may lead, and no encoder of this incarnation is
     ended."""
-
-    async def story() -> m.Status:
-        link = await node.link(zmq.asyncio.Context.instance())
-        assert isinstance(await link.ask(m.Admit(1, 60.0), 30), m.Inventory)
-        link.close()
-        return await asyncio.to_thread(ask, node.environment.socket, m.StatusRequest())  # type: ignore[no-any-return]
-
-    assert run(story()).lease_seconds_left > 0
+    link = await node.link(zmq.asyncio.Context.instance())
+    assert isinstance(await link.ask(m.Admit(1, 60.0), 30), m.Inventory)
+    link.close()
+    assert (await status_of(node)).lease_seconds_left > 0
 
 
-def test_a_lease_that_counts_from_before_the_admission_ends_nothing(node: SmpNode) -> None:
+async def test_a_lease_that_counts_from_before_the_admission_ends_nothing(node: SmpNode) -> None:
     """The coordinator has heard of nobody while old writers were hard to kill."""
-
-    async def story() -> m.Status:
-        link = await led(node)
-        before = (await lease(link, 60.0)).clock
-        assert isinstance(await link.ask(m.Admit(2, 60.0), 30), m.Inventory)
-        await link.demand(m.Lease(2, 0.0, before), 30)
-        link.close()
-        return await asyncio.to_thread(ask, node.environment.socket, m.StatusRequest())  # type: ignore[no-any-return]
-
-    assert run(story()).lease_seconds_left > 0
+    link = await led(node)
+    before = (await lease(link, 60.0)).clock
+    assert isinstance(await link.ask(m.Admit(2, 60.0), 30), m.Inventory)
+    await link.demand(m.Lease(2, 0.0, before), 30)
+    link.close()
+    assert (await status_of(node)).lease_seconds_left > 0
 
 
-def test_an_smp_that_was_restarted_ends_nobody_before_it_has_a_lease(node: SmpNode) -> None:
+async def test_an_smp_that_was_restarted_ends_nobody_before_it_has_a_lease(node: SmpNode) -> None:
     """The first heartbeat grants nothing, as nothing was heard of this SMP; it ends nothing."""
-
-    async def story() -> None:
-        first = await led(node)
-        training = trainer(node)
-        await node.event(m.Hello)
-        first.close()
-        node.kill()
-        node.start()
-        link = await node.link(zmq.asyncio.Context.instance())
-        try:
-            answer = begun = await link.demand(m.Lease(1, 60.0), 30)
-            # On the SMP's own clock, by which it looks at its lease ten times a second.
-            while answer.clock < begun.clock + 1.0:
-                answer = await link.demand(m.Lease(1, 60.0), 30)
-                await asyncio.sleep(0.05)
-            assert training.poll() is None
-        finally:
-            training.kill()
-            training.wait(30)
-        link.close()
-
-    run(story())
+    first = await led(node)
+    training = trainer(node)
+    await node.event(m.Hello)
+    first.close()
+    node.kill()
+    node.start()
+    link = await node.link(zmq.asyncio.Context.instance())
+    answer = begun = await link.demand(m.Lease(1, 60.0), 30)
+    # On the SMP's own clock, by which it looks at its lease ten times a second.
+    while answer.clock < begun.clock + 1.0:
+        answer = await link.demand(m.Lease(1, 60.0), 30)
+        await asyncio.sleep(0.05)
+    assert training.poll() is None
+    link.close()
 
 
 ERRAND = """
@@ -617,194 +498,161 @@ def leased(node: SmpNode, incarnation: int) -> subprocess.Popen[str]:
     )
 
 
-def test_drains_end_with_the_lease_and_with_their_incarnation(node: SmpNode) -> None:
-    async def story() -> None:
-        link = await led(node)
-        first = leased(node, 1)
-        assert first.stdout is not None and first.stdout.readline() == "begun\n"
-        await lease(link, 0.2)
-        assert await asyncio.to_thread(first.wait, 30) == -signal.SIGKILL
-        await lease(link, 60.0)
-        second, of_no_incarnation = leased(node, 1), leased(node, 0)
-        assert second.stdout is not None and second.stdout.readline() == "begun\n"
-        await link.demand(m.Admit(2, 60.0), 30)
-        assert second.wait(30) == -signal.SIGKILL, "it outlived its incarnation"
-        _, said = of_no_incarnation.communicate(timeout=30)
-        assert "StaleIncarnationError" in said and of_no_incarnation.returncode == 1
-        for process in (first, second):
-            process.communicate()
-        link.close()
-
-    run(story())
+async def test_drains_end_with_the_lease_and_with_their_incarnation(node: SmpNode) -> None:
+    link = await led(node)
+    first = leased(node, 1)
+    assert first.stdout is not None and first.stdout.readline() == "begun\n"
+    await lease(link, 0.2)
+    assert await asyncio.to_thread(first.wait, 30) == -signal.SIGKILL
+    await lease(link, 60.0)
+    second, of_no_incarnation = leased(node, 1), leased(node, 0)
+    assert second.stdout is not None and second.stdout.readline() == "begun\n"
+    await link.demand(m.Admit(2, 60.0), 30)
+    assert second.wait(30) == -signal.SIGKILL, "it outlived its incarnation"
+    _, said = of_no_incarnation.communicate(timeout=30)
+    assert "StaleIncarnationError" in said and of_no_incarnation.returncode == 1
+    for process in (first, second):
+        process.communicate()
+    link.close()
 
 
-def test_a_second_coordinator_waits_for_the_lease_of_the_first(node: SmpNode) -> None:
-    async def story() -> None:
-        first = await led(node, seconds=60.0)
-        second = await node.link(zmq.asyncio.Context.instance())
-        answer = await second.ask(m.Admit(2, 60.0), 30)
-        assert isinstance(answer, m.LeaseHeld)
-        assert 0 < answer.seconds <= 60
-        await lease(first, 0.0)
-        assert isinstance(await second.ask(m.Admit(2, 60.0), 30), m.Inventory)
-        stale = await first.ask(m.Lease(1, 60.0), 30)
-        assert isinstance(stale, m.Refused) and isinstance(stale.error, StaleIncarnationError)
-        first.close()
-        second.close()
-
-    run(story())
+async def test_a_second_coordinator_waits_for_the_lease_of_the_first(node: SmpNode) -> None:
+    first = await led(node, seconds=60.0)
+    second = await node.link(zmq.asyncio.Context.instance())
+    answer = await second.ask(m.Admit(2, 60.0), 30)
+    assert isinstance(answer, m.LeaseHeld)
+    assert 0 < answer.seconds <= 60
+    await lease(first, 0.0)
+    assert isinstance(await second.ask(m.Admit(2, 60.0), 30), m.Inventory)
+    stale = await first.ask(m.Lease(1, 60.0), 30)
+    assert isinstance(stale, m.Refused) and isinstance(stale.error, StaleIncarnationError)
+    first.close()
+    second.close()
 
 
-def test_a_rewind_that_one_coordinator_did_not_live_to_carry_out_reaches_the_next(
+async def test_a_rewind_that_one_coordinator_did_not_live_to_carry_out_reaches_the_next(
     node: SmpNode,
 ) -> None:
-    async def story() -> None:
-        first = await led(node, seconds=60.0)
-        assert ask(node.environment.socket, m.Rewind(7)) == m.Ok()
-        await lease(first, 0.0)
-        first.close()
-        second = await led(node, incarnation=2)
-        assert (await second.demand(m.Lease(2, 60.0), 30)).rewind == 7
-        await second.demand(m.Admit(3, 60.0), 30)
-        assert (await second.demand(m.Lease(3, 60.0), 30)).rewind is None, "it is carried out"
-        second.close()
-
-    run(story())
+    first = await led(node, seconds=60.0)
+    assert ask(node.environment.socket, m.Rewind(7)) == m.Ok()
+    await lease(first, 0.0)
+    first.close()
+    second = await led(node, incarnation=2)
+    assert (await second.demand(m.Lease(2, 60.0), 30)).rewind == 7
+    await second.demand(m.Admit(3, 60.0), 30)
+    assert (await second.demand(m.Lease(3, 60.0), 30)).rewind is None, "it is carried out"
+    second.close()
 
 
-def test_a_node_that_shall_leave_is_in_every_heartbeat_of_one_coordinator(node: SmpNode) -> None:
+async def test_a_node_that_shall_leave_is_in_every_heartbeat_of_one_coordinator(
+    node: SmpNode,
+) -> None:
     """By command or by SIGTERM, which ends no SMP; a later coordinator does not know of it."""
-
-    async def story() -> None:
-        first = await led(node, seconds=60.0)
-        asked = m.Evacuate("n7", "1")
-        assert ask(node.environment.socket, asked) == m.Ok()
-        await first.demand(m.Admit(2, 60.0), 30)
-        assert node.process is not None
-        node.process.send_signal(signal.SIGTERM)
-        while len(found := (await lease(first, 60.0, 2)).evacuations) < 2:
-            await asyncio.sleep(0.01)
-        assert found[0] == asked
-        assert (found[1].node, found[1].reason) == (node.environment.node, SIGTERM_REASON)
-        assert not (await lease(first, 0.0, 2)).evacuations[2:]
-        refused = ask(node.environment.socket, asked)
-        assert isinstance(refused, m.Refused) and "no supervisor leads" in refused.reason
-        first.close()
-        second = await led(node, incarnation=3)
-        assert not (await lease(second, 60.0, 3)).evacuations
-        second.close()
-
-    run(story())
+    first = await led(node, seconds=60.0)
+    asked = m.Evacuate("n7", "1")
+    assert ask(node.environment.socket, asked) == m.Ok()
+    await first.demand(m.Admit(2, 60.0), 30)
+    assert node.process is not None
+    node.process.send_signal(signal.SIGTERM)
+    while len(found := (await lease(first, 60.0, 2)).evacuations) < 2:
+        await asyncio.sleep(0.01)
+    assert found[0] == asked
+    assert (found[1].node, found[1].reason) == (node.environment.node, SIGTERM_REASON)
+    assert not (await lease(first, 0.0, 2)).evacuations[2:]
+    refused = ask(node.environment.socket, asked)
+    assert isinstance(refused, m.Refused) and "no supervisor leads" in refused.reason
+    first.close()
+    second = await led(node, incarnation=3)
+    assert not (await lease(second, 60.0, 3)).evacuations
+    second.close()
 
 
 @pytest.mark.parametrize("stay", [0.0, 30.0])
-def test_only_a_boundary_that_trainers_must_not_leave_has_to_lie_ahead(
+async def test_only_a_boundary_that_trainers_must_not_leave_has_to_lie_ahead(
     node: SmpNode, stay: float
 ) -> None:
     """Others could not pass the next iteration without the ranks that stay."""
-
-    async def story() -> None:
-        link = await led(node)
-        await link.demand(create(), 30)
-        with Arena.open(node.environment.node_dir / "dp0.arena") as arena:
-            arena.write_progress(2)
-            answer = await link.ask(m.Grant(1, snapshot(1), 2, stay=stay), 30)
-            permit = arena.permit()
-            assert permit is not None and permit.stay == stay
-        assert isinstance(answer, m.Refused) == bool(stay), answer
-        await link.demand(m.Abort(1, snapshot(1), "refused"), 30)
-        await link.demand(m.Grant(1, snapshot(2), 3, stay=stay), 30)
-        link.close()
-
-    run(story())
+    link = await led(node)
+    await link.demand(create(), 30)
+    with Arena.open(node.environment.node_dir / "dp0.arena") as arena:
+        arena.write_progress(2)
+        answer = await link.ask(m.Grant(1, snapshot(1), 2, stay=stay), 30)
+        permit = arena.permit()
+        assert permit is not None and permit.stay == stay
+    assert isinstance(answer, m.Refused) == bool(stay), answer
+    await link.demand(m.Abort(1, snapshot(1), "refused"), 30)
+    await link.demand(m.Grant(1, snapshot(2), 3, stay=stay), 30)
+    link.close()
 
 
-def test_a_heartbeat_gives_a_damaged_permit_again_and_says_that_an_arena_is_missing(
+async def test_a_heartbeat_gives_a_damaged_permit_again_and_says_that_an_arena_is_missing(
     node: SmpNode,
 ) -> None:
     """A trainer without the permit would pass its iteration, and nobody would know."""
     path = node.environment.node_dir / "dp0.arena"
-
-    async def story() -> None:
-        link = await led(node)
-        await link.demand(create(), 30)
-        older = path.read_bytes()
-        await link.demand(m.Grant(1, snapshot(1), 10), 30)
-        with Arena.open(path) as arena, path.open("r+b") as file:
-            given = arena.permit()
-            assert given is not None and given.iteration == 10
-            file.write(older)
-            file.flush()
-            assert arena.permit() is None
-            assert not (await lease(link, 60.0)).missing
-            assert arena.permit() == given
-        path.unlink()
-        answer = await lease(link, 60.0)
-        assert "dp0.arena was removed" in answer.missing and not answer.held
-        refused = await link.ask(m.Grant(1, snapshot(2), 20), 30)
-        assert isinstance(refused, m.Refused) and "was removed" in refused.reason
-        link.close()
-
-    run(story())
+    link = await led(node)
+    await link.demand(create(), 30)
+    older = path.read_bytes()
+    await link.demand(m.Grant(1, snapshot(1), 10), 30)
+    with Arena.open(path) as arena, path.open("r+b") as file:
+        given = arena.permit()
+        assert given is not None and given.iteration == 10
+        file.write(older)
+        file.flush()
+        assert arena.permit() is None
+        assert not (await lease(link, 60.0)).missing
+        assert arena.permit() == given
+    path.unlink()
+    answer = await lease(link, 60.0)
+    assert "dp0.arena was removed" in answer.missing and not answer.held
+    refused = await link.ask(m.Grant(1, snapshot(2), 20), 30)
+    assert isinstance(refused, m.Refused) and "was removed" in refused.reason
+    link.close()
 
 
-def test_the_server_key_alone_opens_nothing(node: SmpNode) -> None:
+async def test_the_server_key_alone_opens_nothing(node: SmpNode) -> None:
     """Who knows the public key of SMPs but has a key pair of their own is turned away."""
-
-    async def story() -> None:
-        context = zmq.asyncio.Context.instance()
-        socket = context.socket(zmq.DEALER)
-        socket.linger = 0
-        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-        socket.curve_serverkey = JobKeys.derive(SECRET).server_public
-        socket.connect(await node.endpoint())
-        await socket.send_multipart([b"1", m.encode(m.Admit(1, 60.0))])
-        assert not await socket.poll(2000)
-        socket.close()
-
-    run(story())
+    context = zmq.asyncio.Context.instance()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.curve_serverkey = JobKeys.derive(SECRET).server_public
+    socket.connect(await node.endpoint())
+    await socket.send_multipart([b"1", m.encode(m.Admit(1, 60.0))])
+    assert not await socket.poll(2000)
+    socket.close()
 
 
-def test_files_are_private_and_the_process_is_small(node: SmpNode) -> None:
-    async def story() -> m.Status:
-        link = await led(node)
-        await link.demand(create(), 30)
-        link.close()
-        status = await asyncio.to_thread(ask, node.environment.socket, m.StatusRequest())
-        assert isinstance(status, m.Status)
-        return status
-
-    status = run(story())
-    assert status.resident_bytes < 100 << 20
+async def test_files_are_private_and_the_process_is_small(node: SmpNode) -> None:
+    link = await led(node)
+    await link.demand(create(), 30)
+    link.close()
+    assert (await status_of(node)).resident_bytes < 100 << 20
     for name in ("smp.sock", "dp0.arena"):
         mode = (node.environment.node_dir / name).stat().st_mode
         assert stat.S_IMODE(mode) == 0o600, name
 
 
-def test_a_shard_that_does_not_fit_its_arena_is_refused(node: SmpNode) -> None:
-    async def story() -> None:
-        link = await led(node)
-        await link.demand(create(), 30)
-        await link.demand(create(), 30)
-        larger = m.CreateArena(**{**_fields(create()), "data_bytes": 262144})
-        with pytest.raises(LayoutMismatchError, match="another --job name"):
-            await link.demand(larger, 30)
-        await link.demand(m.Adopt(1, (Ancestor(1, None),), None, keep=()), 30)
+async def test_a_shard_that_does_not_fit_its_arena_is_refused(node: SmpNode) -> None:
+    link = await led(node)
+    await link.demand(create(), 30)
+    await link.demand(create(), 30)
+    larger = m.CreateArena(**{**_fields(create()), "data_bytes": 262144})
+    with pytest.raises(LayoutMismatchError, match="another --job name"):
         await link.demand(larger, 30)
-        link.close()
-
-    run(story())
+    await link.demand(m.Adopt(1, (Ancestor(1, None),), None, keep=()), 30)
+    await link.demand(larger, 30)
+    link.close()
 
 
 def _fields(request: m.CreateArena) -> dict[str, object]:
     return {name: getattr(request, name) for name in request.__struct_fields__}
 
 
-def test_an_smp_of_another_job_in_the_same_folder_is_refused(node: SmpNode, tmp_path: Path) -> None:
-    async def story() -> None:
-        await node.endpoint()
-
-    run(story())
+async def test_an_smp_of_another_job_in_the_same_folder_is_refused(
+    node: SmpNode, tmp_path: Path
+) -> None:
+    await node.endpoint()
     second = SmpNode(tmp_path)
     second.job = uuid.UUID(int=8)
     second.start()
@@ -813,43 +661,36 @@ def test_an_smp_of_another_job_in_the_same_folder_is_refused(node: SmpNode, tmp_
     assert node.process is not None and node.process.poll() is None
 
 
-def test_a_later_smp_of_the_same_job_takes_over(node: SmpNode, tmp_path: Path) -> None:
+async def test_a_later_smp_of_the_same_job_takes_over(node: SmpNode, tmp_path: Path) -> None:
     """As after a supervisor that was killed before it had noted the SMP that it had started."""
-
-    async def story() -> None:
-        link = await led(node)
-        await link.demand(create(), 30)
-        link.close()
-        second = SmpNode(tmp_path)
-        second.start()
-        try:
-            assert node.process is not None
-            assert await asyncio.to_thread(node.process.wait, 60) == -signal.SIGKILL
-            await second.endpoint()
-        finally:
-            second.kill()
-        assert "adopted 1 arenas: dp0" in second.log.read_text()
-
-    run(story())
+    link = await led(node)
+    await link.demand(create(), 30)
+    link.close()
+    second = SmpNode(tmp_path)
+    second.start()
+    try:
+        assert node.process is not None
+        assert await asyncio.to_thread(node.process.wait, 60) == -signal.SIGKILL
+        await second.endpoint()
+    finally:
+        second.kill()
+    assert "adopted 1 arenas: dp0" in second.log.read_text()
 
 
-def test_noise_on_the_unix_socket_is_survived(node: SmpNode) -> None:
-    async def story() -> None:
-        link = await led(node)
-        context = zmq.Context()
-        socket = context.socket(zmq.DEALER)
-        socket.linger = 1000
-        socket.connect(f"ipc://{node.environment.socket}")
-        for frame in (b"", b"\xff" * 100, m.encode(m.Commit(1, snapshot(1), "local"))):
-            socket.send(frame)
-            reply = await asyncio.to_thread(_receive, socket)
-            assert isinstance(m.decode(reply), m.Refused), frame
-        socket.close()
-        context.term()
-        assert isinstance(await link.ask(m.Lease(1, 1.0), 30), m.LeaseAnswer)
-        link.close()
-
-    run(story())
+async def test_noise_on_the_unix_socket_is_survived(node: SmpNode) -> None:
+    link = await led(node)
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 1000
+    socket.connect(f"ipc://{node.environment.socket}")
+    for frame in (b"", b"\xff" * 100, m.encode(m.Commit(1, snapshot(1), "local"))):
+        socket.send(frame)
+        reply = await asyncio.to_thread(_receive, socket)
+        assert isinstance(m.decode(reply), m.Refused), frame
+    socket.close()
+    context.term()
+    assert isinstance(await link.ask(m.Lease(1, 1.0), 30), m.LeaseAnswer)
+    link.close()
 
 
 def _receive(socket: zmq.Socket[bytes]) -> bytes:
@@ -857,19 +698,16 @@ def _receive(socket: zmq.Socket[bytes]) -> bytes:
     return socket.recv()
 
 
-def test_discard_frees_memory_only_when_nobody_leads(node: SmpNode) -> None:
-    async def story() -> None:
-        link = await led(node, seconds=60.0)
-        await link.demand(create(), 30)
-        refused = await asyncio.to_thread(ask, node.environment.socket, m.Discard())
-        assert isinstance(refused, m.Refused) and "supervisor" in refused.reason
-        await lease(link, 0.0)
-        await asyncio.to_thread(ask, node.environment.socket, m.Discard())
-        assert node.process is not None
-        assert await asyncio.to_thread(node.process.wait, 30) == 0
-        link.close()
-
-    run(story())
+async def test_discard_frees_memory_only_when_nobody_leads(node: SmpNode) -> None:
+    link = await led(node, seconds=60.0)
+    await link.demand(create(), 30)
+    refused = await asyncio.to_thread(ask, node.environment.socket, m.Discard())
+    assert isinstance(refused, m.Refused) and "supervisor" in refused.reason
+    await lease(link, 0.0)
+    await asyncio.to_thread(ask, node.environment.socket, m.Discard())
+    assert node.process is not None
+    assert await asyncio.to_thread(node.process.wait, 30) == 0
+    link.close()
     assert not (node.environment.node_dir / "dp0.arena").exists()
 
 
@@ -944,44 +782,37 @@ async def released(link: SmpLink) -> None:
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["unpins", "is killed"])
-def test_a_pin_lasts_until_its_reader_has_gone(node: SmpNode, killed: bool) -> None:
-    async def story() -> None:
-        link = await with_two_commits(node)
-        first, second = reader(node), reader(node)
-        third = m.Grant(1, snapshot(3), 6)
-        for process in (first, second):
-            assert (await link.demand(m.Lease(1, 60.0), 30)).pinned
-            answer = await link.ask(third, 30)
-            assert isinstance(answer, m.Refused) and isinstance(answer.error, PinnedError)
-            if killed:
-                process.kill()
-            process.communicate(timeout=30)
-        await released(link)
-        await link.demand(third, 30)
-        link.close()
-
-    run(story())
+async def test_a_pin_lasts_until_its_reader_has_gone(node: SmpNode, killed: bool) -> None:
+    link = await with_two_commits(node)
+    first, second = reader(node), reader(node)
+    third = m.Grant(1, snapshot(3), 6)
+    for process in (first, second):
+        assert (await link.demand(m.Lease(1, 60.0), 30)).pinned
+        answer = await link.ask(third, 30)
+        assert isinstance(answer, m.Refused) and isinstance(answer.error, PinnedError)
+        if killed:
+            process.kill()
+        process.communicate(timeout=30)
+    await released(link)
+    await link.demand(third, 30)
+    link.close()
 
 
-def test_a_new_incarnation_waits_for_no_reader(node: SmpNode) -> None:
-    async def story() -> None:
-        link = await with_two_commits(node)
-        process = reader(node)
-        await link.demand(m.Admit(2, 60.0), 30)
-        await link.demand(m.Grant(2, snapshot(1, 2), 6), 30)
-        assert process.poll() is None, "a reader is never killed"
-        _, errors = process.communicate(timeout=30)
-        assert (process.returncode, errors) == (0, "")
-        link.close()
-
-    run(story())
+async def test_a_new_incarnation_waits_for_no_reader(node: SmpNode) -> None:
+    link = await with_two_commits(node)
+    process = reader(node)
+    await link.demand(m.Admit(2, 60.0), 30)
+    await link.demand(m.Grant(2, snapshot(1, 2), 6), 30)
+    assert process.poll() is None, "a reader is never killed"
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, "")
+    link.close()
 
 
-def test_a_pin_that_one_node_refuses_holds_no_other(tmp_path: Path, node: SmpNode) -> None:
+async def test_a_pin_that_one_node_refuses_holds_no_other(tmp_path: Path, node: SmpNode) -> None:
     other = SmpNode(tmp_path, "node1")
     other.start()
-
-    async def story() -> None:
+    try:
         link = await with_two_commits(node)
         away = await led(other)
         await away.demand(create(), 30)
@@ -992,9 +823,6 @@ def test_a_pin_that_one_node_refuses_holds_no_other(tmp_path: Path, node: SmpNod
         await link.demand(m.Grant(1, snapshot(3), 6), 30)
         for one in (link, away):
             one.close()
-
-    try:
-        run(story())
     finally:
         other.kill()
 
@@ -1009,14 +837,11 @@ def test_a_node_without_an_smp_needs_no_pin(tmp_path: Path) -> None:
     assert (process.returncode, errors) == (0, "")
 
 
-def test_a_dead_process_cannot_pin(node: SmpNode) -> None:
-    async def story() -> None:
-        link = await with_two_commits(node)
-        gone = subprocess.Popen(["true"])
-        gone.wait()
-        answer = ask(node.environment.socket, m.Pin("r", snapshot(1), gone.pid))
-        assert isinstance(answer, m.Refused)
-        assert not (await link.demand(m.Lease(1, 60.0), 30)).pinned
-        link.close()
-
-    run(story())
+async def test_a_dead_process_cannot_pin(node: SmpNode) -> None:
+    link = await with_two_commits(node)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    answer = ask(node.environment.socket, m.Pin("r", snapshot(1), gone.pid))
+    assert isinstance(answer, m.Refused)
+    assert not (await link.demand(m.Lease(1, 60.0), 30)).pinned
+    link.close()

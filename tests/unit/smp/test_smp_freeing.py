@@ -51,7 +51,7 @@ async def served(host: SmpService) -> AsyncIterator[SmpLink]:
 
 
 @pytest.mark.parametrize("request_", [KEEPS_ONE, ENDS], ids=["others", "all"])
-def test_what_was_to_be_stored_is_stored_before_an_arena_goes(
+async def test_what_was_to_be_stored_is_stored_before_an_arena_goes(
     tmp_path: Path, request_: m.Message
 ) -> None:
     host = service(ProcessEnvironment("job", "node0", tmp_path, 1))
@@ -59,15 +59,11 @@ def test_what_was_to_be_stored_is_stored_before_an_arena_goes(
     assert arena is not None
     host.store.enter(arena, host.machine)
     host.machine.effects.append(StorePermit("dp1", None))
-
-    async def story() -> None:
-        if isinstance(request_, m.Adopt):
-            await host.keep_only(request_)
-        else:
-            await host.retire(remove_arenas=True)
-        await host.carry_out()
-
-    run(story())
+    if isinstance(request_, m.Adopt):
+        await host.keep_only(request_)
+    else:
+        await host.retire(remove_arenas=True)
+    await host.carry_out()
     assert "dp1" not in host.store.arenas
 
 

@@ -28,41 +28,34 @@ KEYS = JobKeys.derive(bytes(32))
 NOBODY = "tcp://127.0.0.1:9"
 
 
-def test_who_waits_is_told_and_not_cancelled() -> None:
-    async def story() -> None:
-        context = zmq.asyncio.Context()
-        link = SmpLink(context, "n0", NOBODY, KEYS, lambda event: None)
-        answer = asyncio.create_task(link.ask(m.StatusRequest(), 30))
-        await asyncio.sleep(0)
-        while not link._pending:
-            await asyncio.sleep(0.01)
-        link.close()
-        with pytest.raises(ControlPlaneError, match="n0 was given up"):
-            await answer
-        with pytest.raises(ControlPlaneError, match="n0 was given up"):
-            await link.ask(m.StatusRequest(), 30)
-        context.term()
-
-    asyncio.run(asyncio.wait_for(story(), 100))
+async def test_who_waits_is_told_and_not_cancelled() -> None:
+    context = zmq.asyncio.Context()
+    link = SmpLink(context, "n0", NOBODY, KEYS, lambda event: None)
+    answer = asyncio.create_task(link.ask(m.StatusRequest(), 30))
+    await asyncio.sleep(0)
+    while not link._pending:
+        await asyncio.sleep(0.01)
+    link.close()
+    with pytest.raises(ControlPlaneError, match="n0 was given up"):
+        await answer
+    with pytest.raises(ControlPlaneError, match="n0 was given up"):
+        await link.ask(m.StatusRequest(), 30)
+    context.term()
 
 
-def test_permits_go_on_after_an_smp_was_replaced() -> None:
+async def test_permits_go_on_after_an_smp_was_replaced() -> None:
     """It was asked for its progress when its connection was given up."""
-
-    async def story() -> None:
-        coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
-        coordinator.connect("n0", NOBODY)
-        cycle = SnapshotCycle(1, {"dp0": "n0"}, (), Schedule(1))
-        coordinator.start_snapshots(cycle)
-        link = coordinator.links["n0"]
-        while len(link._pending) < 2:  # a heartbeat, and the one before a permit
-            await asyncio.sleep(0.01)
-        coordinator.disconnect("n0")
-        while cycle.phase != CyclePhase.CAPTURING:
-            await asyncio.sleep(0.01)
-        await coordinator.close()
-
-    asyncio.run(asyncio.wait_for(story(), 100))
+    coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
+    coordinator.connect("n0", NOBODY)
+    cycle = SnapshotCycle(1, {"dp0": "n0"}, (), Schedule(1))
+    coordinator.start_snapshots(cycle)
+    link = coordinator.links["n0"]
+    while len(link._pending) < 2:  # a heartbeat, and the one before a permit
+        await asyncio.sleep(0.01)
+    coordinator.disconnect("n0")
+    while cycle.phase != CyclePhase.CAPTURING:
+        await asyncio.sleep(0.01)
+    await coordinator.close()
 
 
 def test_a_coordinator_holds_more_nodes_than_libzmq_has_sockets_by_default() -> None:
@@ -88,30 +81,26 @@ class Obedient(SmpLink):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_the_next_permit_waits_for_nothing_but_the_last_capture(
+async def test_the_next_permit_waits_for_nothing_but_the_last_capture(
     late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No look comes in time: what ends a capture that was missed must lead to the next one."""
     monkeypatch.setattr(coordinator_module, "LOOK_SECONDS", 1000.0)
     places = {"dp0": "n0", "dp1": "n1"}
-
-    async def story() -> None:
-        coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
-        coordinator.link_type, coordinator.incarnation = Obedient, 1
-        for node in places.values():
-            coordinator.connect(node, NOBODY)
-        cycle = SnapshotCycle(1, places, (), Schedule(1))
-        coordinator.start_snapshots(cycle)
-        for sequence in (1, 2, 3):
-            while cycle.snapshot.sequence < sequence:
+    coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
+    coordinator.link_type, coordinator.incarnation = Obedient, 1
+    for node in places.values():
+        coordinator.connect(node, NOBODY)
+    cycle = SnapshotCycle(1, places, (), Schedule(1))
+    coordinator.start_snapshots(cycle)
+    for sequence in (1, 2, 3):
+        while cycle.snapshot.sequence < sequence:
+            await asyncio.sleep(0.001)
+        for shard, node in places.items():
+            coordinator._on_event(m.NodeEvent(node, 1, m.Missed(shard, cycle.snapshot)))
+            while late and shard == "dp0" and cycle.phase != CyclePhase.IDLE:
                 await asyncio.sleep(0.001)
-            for shard, node in places.items():
-                coordinator._on_event(m.NodeEvent(node, 1, m.Missed(shard, cycle.snapshot)))
-                while late and shard == "dp0" and cycle.phase != CyclePhase.IDLE:
-                    await asyncio.sleep(0.001)
-        await coordinator.close()
-
-    asyncio.run(asyncio.wait_for(story(), 100))
+    await coordinator.close()
 
 
 class Overtaken(SmpLink):
@@ -124,18 +113,15 @@ class Overtaken(SmpLink):
         return m.LeaseAnswer(self.node, True, {"dp0": 160}, "", 1.0)
 
 
-def test_a_heartbeat_of_the_last_incarnation_says_nothing_of_this_one() -> None:
-    async def story() -> None:
-        coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
-        coordinator.link_type, Overtaken.coordinator = Overtaken, coordinator
-        coordinator.connect("n0", NOBODY)
-        try:
-            await coordinator.refresh()
-            assert not coordinator.progress and not coordinator.paused
-        finally:
-            await coordinator.close()
-
-    asyncio.run(asyncio.wait_for(story(), 100))
+async def test_a_heartbeat_of_the_last_incarnation_says_nothing_of_this_one() -> None:
+    coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
+    coordinator.link_type, Overtaken.coordinator = Overtaken, coordinator
+    coordinator.connect("n0", NOBODY)
+    try:
+        await coordinator.refresh()
+        assert not coordinator.progress and not coordinator.paused
+    finally:
+        await coordinator.close()
 
 
 class Losing(Obedient):
@@ -151,21 +137,17 @@ class Losing(Obedient):
         return await super().ask(request, timeout)
 
 
-def test_a_hold_ends_though_the_word_is_lost() -> None:
+async def test_a_hold_ends_though_the_word_is_lost() -> None:
     """A slot that stays held has no room for the snapshot after which the next drain would come."""
-
-    async def story() -> None:
-        Losing.told.clear()
-        coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
-        coordinator.link_type, coordinator.incarnation = Losing, 1
-        for node in ("n0", "n1"):
-            coordinator.connect(node, NOBODY)
-        try:
-            await coordinator.release(["n0", "n1", "n2"])
-        finally:
-            await coordinator.close()
-
-    asyncio.run(asyncio.wait_for(story(), 100))
+    Losing.told.clear()
+    coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
+    coordinator.link_type, coordinator.incarnation = Losing, 1
+    for node in ("n0", "n1"):
+        coordinator.connect(node, NOBODY)
+    try:
+        await coordinator.release(["n0", "n1", "n2"])
+    finally:
+        await coordinator.close()
     assert Losing.told == {"n0": 1, "n1": 3}
 
 
@@ -182,17 +164,14 @@ class Busy(SmpLink):
         raise ControlPlaneError("this one is lost")
 
 
-def test_a_node_that_makes_an_arena_is_not_lost() -> None:
-    async def story() -> None:
-        coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
-        coordinator.link_type = Busy
-        coordinator.connect("n0", NOBODY)
-        try:
-            assert list(await admit(coordinator, 1, ["n0"], {})) == ["n0"]
-        finally:
-            await coordinator.close()
-
-    asyncio.run(asyncio.wait_for(story(), 100))
+async def test_a_node_that_makes_an_arena_is_not_lost() -> None:
+    coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
+    coordinator.link_type = Busy
+    coordinator.connect("n0", NOBODY)
+    try:
+        assert list(await admit(coordinator, 1, ["n0"], {})) == ["n0"]
+    finally:
+        await coordinator.close()
 
 
 @pytest.mark.parametrize("incarnation", [1, 2, 3])
@@ -239,30 +218,28 @@ STRIPE = m.StripeOrder(0, "xor", 1, 1, 64, 64, ("dp0", "dp1"), (0, 1), {}, {})
 
 
 @pytest.mark.parametrize("lacking", ["room", "encoders", ""])
-def test_an_evacuation_waits_for_room_and_encoders_and_snapshots_continue(lacking: str) -> None:
+async def test_an_evacuation_waits_for_room_and_encoders_and_snapshots_continue(
+    lacking: str,
+) -> None:
     """The newest snapshot gets parity, which makes room; without encoders local ones are taken."""
-
-    async def story() -> None:
-        coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
-        coordinator.connect("n0", NOBODY)
-        coordinator.incarnation, places = 2, {"dp0": "n0", "dp1": "n1"}
-        cycle = SnapshotCycle(2, places, (STRIPE,), Schedule(4, 8))
-        coordinator.standing.commits(SnapshotId(1, 3), 8, "local")
-        coordinator.encoders.expect("world", ("n0", "n1"))
-        if lacking != "encoders":
-            joins(coordinator, "world", "n0", "n1")
-        if lacking == "room":
-            coordinator._crowded_on.add("n0")
-        asked = asyncio.create_task(coordinator.capture_and_stop(5, 30.0))
-        await asyncio.sleep(0)
-        sent = [action.message for action in coordinator._next(cycle)]
-        asked.cancel()
-        # Else the end of its sockets is awaited for ever where the test fails.
-        coordinator.disconnect("n0")
-        if lacking == "room":
-            assert [(type(one), one.snapshot) for one in sent] == [(m.Encode, SnapshotId(1, 3))] * 2
-        else:
-            expected = (12, 0.0) if lacking else (15, 30.0)
-            assert [(one.iteration, one.stay) for one in sent] == [expected] * 2
-
-    asyncio.run(asyncio.wait_for(story(), 60))
+    coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
+    coordinator.connect("n0", NOBODY)
+    coordinator.incarnation, places = 2, {"dp0": "n0", "dp1": "n1"}
+    cycle = SnapshotCycle(2, places, (STRIPE,), Schedule(4, 8))
+    coordinator.standing.commits(SnapshotId(1, 3), 8, "local")
+    coordinator.encoders.expect("world", ("n0", "n1"))
+    if lacking != "encoders":
+        joins(coordinator, "world", "n0", "n1")
+    if lacking == "room":
+        coordinator._crowded_on.add("n0")
+    asked = asyncio.create_task(coordinator.capture_and_stop(5, 30.0))
+    await asyncio.sleep(0)
+    sent = [action.message for action in coordinator._next(cycle)]
+    asked.cancel()
+    # Else the end of its sockets is awaited for ever where the test fails.
+    coordinator.disconnect("n0")
+    if lacking == "room":
+        assert [(type(one), one.snapshot) for one in sent] == [(m.Encode, SnapshotId(1, 3))] * 2
+    else:
+        expected = (12, 0.0) if lacking else (15, 30.0)
+        assert [(one.iteration, one.stay) for one in sent] == [expected] * 2

@@ -137,41 +137,35 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
     return World(coordinator, steps, drains, lost)
 
 
-def test_an_urgent_drain_that_fails_is_tried_until_one_is_complete(world: World) -> None:
-    async def work() -> None:
-        world.begin()
-        world.lost.append("n1")
-        world.coordinator.commit(7)
-        for count in (1, 2, 3):
-            (await world.steps.begun(count)).set_exception(DrainError("no space left"))
-        (await world.steps.begun(4)).set_result(None)
-        await until(lambda: world.coordinator.standing.durable is not None, "a complete drain")
-        world.coordinator.commit(8)
-        await asyncio.sleep(0.1)
-        await world.drains.abandon()
-
-    asyncio.run(work())
+async def test_an_urgent_drain_that_fails_is_tried_until_one_is_complete(world: World) -> None:
+    world.begin()
+    world.lost.append("n1")
+    world.coordinator.commit(7)
+    for count in (1, 2, 3):
+        (await world.steps.begun(count)).set_exception(DrainError("no space left"))
+    (await world.steps.begun(4)).set_result(None)
+    await until(lambda: world.coordinator.standing.durable is not None, "a complete drain")
+    world.coordinator.commit(8)
+    await asyncio.sleep(0.1)
+    await world.drains.abandon()
     assert [iteration for iteration, _ in world.steps.writes] == [7] * 4, "and none after it"
     failed = world.coordinator.kinds("drain_failed")
     assert len(failed) == 3 and all("tried again soon, as it is urgent" in e.text for e in failed)
 
 
-def test_an_urgent_drain_that_is_cut_off_begins_again_with_the_next_incarnation(
+async def test_an_urgent_drain_that_is_cut_off_begins_again_with_the_next_incarnation(
     world: World,
 ) -> None:
-    async def work() -> None:
-        world.begin()
-        world.lost.append("n1")
-        world.coordinator.commit(7)
-        await world.steps.begun(1)
-        await world.drains.abandon()
-        world.begin()
-        world.coordinator.commit(9)
-        (await world.steps.begun(2)).set_result(None)
-        await until(lambda: world.coordinator.standing.durable is not None, "a complete drain")
-        await world.drains.abandon()
-
-    asyncio.run(work())
+    world.begin()
+    world.lost.append("n1")
+    world.coordinator.commit(7)
+    await world.steps.begun(1)
+    await world.drains.abandon()
+    world.begin()
+    world.coordinator.commit(9)
+    (await world.steps.begun(2)).set_result(None)
+    await until(lambda: world.coordinator.standing.durable is not None, "a complete drain")
+    await world.drains.abandon()
     assert world.steps.writes[1][0] == 9
 
 
@@ -197,47 +191,39 @@ def test_an_older_drain_does_not_answer_for_what_became_urgent_behind_its_begin(
 
 
 @pytest.mark.parametrize(("slowest", "fresher"), [(0.0, False), (50.0, True), (99.0, False)])
-def test_at_a_stop_the_freshest_snapshot_that_can_be_written_wins(
+async def test_at_a_stop_the_freshest_snapshot_that_can_be_written_wins(
     world: World, slowest: float, fresher: bool
 ) -> None:
     """The first drain shows how long one takes; then the older one is in the way, or is not."""
-
-    async def work() -> None:
-        world.begin()
-        world.lost.append("n1")
-        world.coordinator.commit(7)
-        await world.steps.begun(1)
-        world.coordinator.commit(9)
-        world.drains._slowest = slowest
-        last = asyncio.create_task(world.drains.last(60.0 if fresher else 0.2))
-        if fresher:
-            (await world.steps.begun(2)).set_result(None)
-            assert await last
-        else:
-            assert not await last
-        await world.drains.abandon()
-
-    asyncio.run(work())
+    world.begin()
+    world.lost.append("n1")
+    world.coordinator.commit(7)
+    await world.steps.begun(1)
+    world.coordinator.commit(9)
+    world.drains._slowest = slowest
+    last = asyncio.create_task(world.drains.last(60.0 if fresher else 0.2))
+    if fresher:
+        (await world.steps.begun(2)).set_result(None)
+        assert await last
+    else:
+        assert not await last
+    await world.drains.abandon()
     assert [iteration for iteration, _ in world.steps.writes] == ([7, 9] if fresher else [7])
 
 
-def test_at_a_stop_the_drain_of_the_newest_snapshot_is_not_begun_anew(world: World) -> None:
+async def test_at_a_stop_the_drain_of_the_newest_snapshot_is_not_begun_anew(world: World) -> None:
     """It gives way to fresher ones only, however long it has run."""
-
-    async def work() -> None:
-        world.begin()
-        world.lost.append("n1")
-        world.coordinator.commit(7)
-        end = await world.steps.begun(1)
-        world.drains._slowest = 50.0
-        last = asyncio.create_task(world.drains.last(60.0))
-        await until(lambda: world.drains._ending, "the last drain")
-        assert not end.cancelled()
-        end.set_result(None)
-        assert await last
-        await world.drains.abandon()
-
-    asyncio.run(work())
+    world.begin()
+    world.lost.append("n1")
+    world.coordinator.commit(7)
+    end = await world.steps.begun(1)
+    world.drains._slowest = 50.0
+    last = asyncio.create_task(world.drains.last(60.0))
+    await until(lambda: world.drains._ending, "the last drain")
+    assert not end.cancelled()
+    end.set_result(None)
+    assert await last
+    await world.drains.abandon()
     assert [iteration for iteration, _ in world.steps.writes] == [7]
 
 
@@ -270,42 +256,35 @@ def test_a_last_drain_is_not_tried_again_where_the_job_is_over(world: World) -> 
     assert "the job ends" in world.coordinator.kinds("drain_failed")[0].text
 
 
-def test_no_drain_begins_while_an_older_one_hangs(world: World) -> None:
-    async def work() -> None:
-        world.begin()
-        world.lost.append("n1")
-        world.coordinator.hanging = ["write-3 on n0"]
-        world.coordinator.commit(7)
-        await asyncio.sleep(0.1)
-        assert not world.steps.writes and not world.steps.others
-        world.coordinator.hanging = []
-        (await world.steps.begun(1)).set_result(None)
-        await world.drains.abandon()
-
-    asyncio.run(work())
+async def test_no_drain_begins_while_an_older_one_hangs(world: World) -> None:
+    world.begin()
+    world.lost.append("n1")
+    world.coordinator.hanging = ["write-3 on n0"]
+    world.coordinator.commit(7)
+    await asyncio.sleep(0.1)
+    assert not world.steps.writes and not world.steps.others
+    world.coordinator.hanging = []
+    (await world.steps.begun(1)).set_result(None)
+    await world.drains.abandon()
 
 
-def test_the_end_of_training_waits_for_no_disk_that_hangs(world: World) -> None:
+async def test_the_end_of_training_waits_for_no_disk_that_hangs(world: World) -> None:
     """The drain that runs makes no progress, is killed and stays: no other one begins, and the
     folder is not tidied up there."""
-
-    async def work() -> None:
-        world.begin()
-        world.lost.append("n1")
-        world.coordinator.commit(7)
-        await world.steps.begun(1)
-        world.coordinator.commit(9)
-        end = asyncio.create_task(world.drains.settle())
-        await asyncio.sleep(0.05)
-        emit = world.coordinator.observers.emit
-        emit("reader_stalled", "another reader", reader="verify-17")
-        await asyncio.sleep(0.05)
-        assert not end.done()
-        world.coordinator.hanging = ["write-3 on n0"]
-        emit("reader_stalled", "it has not run", reader="write-3")
-        await asyncio.wait_for(end, WAIT / 2)
-
-    asyncio.run(work())
+    world.begin()
+    world.lost.append("n1")
+    world.coordinator.commit(7)
+    await world.steps.begun(1)
+    world.coordinator.commit(9)
+    end = asyncio.create_task(world.drains.settle())
+    await asyncio.sleep(0.05)
+    emit = world.coordinator.observers.emit
+    emit("reader_stalled", "another reader", reader="verify-17")
+    await asyncio.sleep(0.05)
+    assert not end.done()
+    world.coordinator.hanging = ["write-3 on n0"]
+    emit("reader_stalled", "it has not run", reader="write-3")
+    await asyncio.wait_for(end, WAIT / 2)
     (waits,) = world.coordinator.kinds("drain_awaited")
     assert "the job ends once iteration 7 is on disk, or" in waits.text
     (failed,) = world.coordinator.kinds("drain_failed")
@@ -313,46 +292,36 @@ def test_the_end_of_training_waits_for_no_disk_that_hangs(world: World) -> None:
     assert len(world.steps.writes) == 1 and world.steps.others == ["clear"]
 
 
-def test_the_end_of_training_says_that_nothing_more_is_drained(world: World) -> None:
-    async def work() -> None:
-        world.begin()
-        world.coordinator.hanging = ["write-3 on n0"]
-        world.coordinator.commit(7)
-        await asyncio.wait_for(world.drains.settle(), WAIT / 2)
-
-    asyncio.run(work())
+async def test_the_end_of_training_says_that_nothing_more_is_drained(world: World) -> None:
+    world.begin()
+    world.coordinator.hanging = ["write-3 on n0"]
+    world.coordinator.commit(7)
+    await asyncio.wait_for(world.drains.settle(), WAIT / 2)
     (failed,) = world.coordinator.kinds("drain_failed")
     assert failed.text == "nothing more is drained, as the disk hangs: write-3 on n0"
 
 
-def test_what_a_failure_during_a_drain_would_have_cost_is_said_once(world: World) -> None:
-    async def work() -> None:
-        world.begin()
-        for iteration in (7, 9):
-            world.lost[:] = []
-            await asyncio.sleep(0.05)
-            world.lost.append("n1")
-            world.coordinator.commit(iteration)
-            end = await world.steps.begun(len(world.steps.writes) + 1)
-            world.coordinator.progress["dp0"] = 30
-            for reached in (10, 30):
-                world.coordinator.skips.begin(reached, 4)
-            end.set_result(None)
-            await until(lambda: not world.drains._plan_begun, "the end")
-        await world.drains.abandon()
-
-    asyncio.run(work())
+async def test_what_a_failure_during_a_drain_would_have_cost_is_said_once(world: World) -> None:
+    world.begin()
+    for iteration in (7, 9):
+        world.lost[:] = []
+        await asyncio.sleep(0.05)
+        world.lost.append("n1")
+        world.coordinator.commit(iteration)
+        end = await world.steps.begun(len(world.steps.writes) + 1)
+        world.coordinator.progress["dp0"] = 30
+        for reached in (10, 30):
+            world.coordinator.skips.begin(reached, 4)
+        end.set_result(None)
+        await until(lambda: not world.drains._plan_begun, "the end")
+    await world.drains.abandon()
     warned, cost = world.coordinator.kinds("drain_cost")
     assert "no snapshot is taken while a drain runs" in warned.text and "; n1 is" in warned.text
     assert "would have lost 23 iterations; with --slots 3" in cost.text
 
 
-def test_three_slots_need_no_warning(world: World) -> None:
+async def test_three_slots_need_no_warning(world: World) -> None:
     world.slots = SlotChoice(3)
-
-    async def work() -> None:
-        world.begin()
-        await world.drains.abandon()
-
-    asyncio.run(work())
+    world.begin()
+    await world.drains.abandon()
     assert not world.coordinator.kinds("drain_cost")

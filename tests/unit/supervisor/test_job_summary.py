@@ -171,28 +171,26 @@ def test_nothing_is_given_up_while_a_refused_permit_is_waited_for() -> None:
     assert "given_up" not in told
 
 
-def test_the_coordinator_looks_how_long_a_capture_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_coordinator_looks_how_long_a_capture_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     keys, timing = JobKeys.derive(SECRET), Timing(encode_timeout=0.01)
     of = training(Coordinator(keys, Observers(), lambda world: None, timing))
     cycle = of.cycle
     assert cycle is not None and cycle.propose(20, "")
     of.progress = dict.fromkeys(PLACES, 1000)
+    aborted = asyncio.Event()
 
-    async def story() -> None:
-        aborted = asyncio.Event()
+    def perform(cycle: SnapshotCycle, actions: list[Action]) -> None:
+        if any(isinstance(a, Send) and isinstance(a.message, m.Abort) for a in actions):
+            aborted.set()
 
-        def perform(cycle: SnapshotCycle, actions: list[Action]) -> None:
-            if any(isinstance(a, Send) and isinstance(a.message, m.Abort) for a in actions):
-                aborted.set()
-
-        monkeypatch.setattr(of, "_perform", perform)
-        pump = asyncio.create_task(of._pump(cycle))
-        try:
-            await asyncio.wait_for(aborted.wait(), 20)
-        finally:
-            pump.cancel()
-
-    run(story())
+    monkeypatch.setattr(of, "_perform", perform)
+    pump = asyncio.create_task(of._pump(cycle))
+    try:
+        await asyncio.wait_for(aborted.wait(), 20)
+    finally:
+        pump.cancel()
 
 
 def test_a_local_snapshot_whose_parity_finds_wrong_bytes_counts_as_damaged() -> None:
