@@ -67,8 +67,6 @@ def _replace_methods(engine: Any, run: EngineRun) -> None:
         "reload_states": run.around_move,
         "destroy": run.around_destroy,
     }
-    if run.losses.on and not engine.pipeline_parallelism:
-        wrappers["backward"] = run.losses.around_backward
     for name, wrapper in wrappers.items():
         original = getattr(engine, name)
         bound = partial(wrapper, original)

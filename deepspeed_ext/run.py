@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import inspect
-import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -42,40 +41,6 @@ if TYPE_CHECKING:
 
     from megatron_ft.trainer.manager import SnapshotManager
 
-log = logging.getLogger(__name__)
-
-
-class LossReport:
-    """Collects what this rank gives ``backward``, or what ``train_batch`` returns.
-
-    Reading a loss waits for the device, so nothing is collected unless the gate is ``on``.  The
-    first loss that is no number ends it with a warning, never training.
-    """
-
-    def __init__(self, on: bool) -> None:
-        self.on = on
-        self._losses: list[Any] = []
-
-    def around_backward(self, original: Function, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run ``backward``, and keep the loss of the micro-batch that it gets."""
-        # Detached before it is scaled, which happens in place in some releases.
-        self._losses.append(loss.detach().clone() if hasattr(loss, "detach") else loss)
-        return original(loss, *args, **kwargs)
-
-    def end_step(self, manager: SnapshotManager, result: Any) -> None:
-        """Report the mean over the micro-batches of the iteration that ends.
-
-        ``result`` is what its last call returned: the loss, if no backward was seen.
-        """
-        losses, self._losses = self._losses or [result], []
-        if not self.on:
-            return
-        try:
-            manager.report_loss(sum(float(loss) for loss in losses) / len(losses))
-        except (TypeError, ValueError, RuntimeError) as error:
-            self.on = False
-            log.warning("losses are no longer judged: %r", error)
-
 
 _LOAD_FIRST = (
     "the script trains without calling engine.load_checkpoint: call it at every start, before the "
@@ -105,7 +70,6 @@ class EngineRun:
         self._make_manager = make_manager
         self._manager: SnapshotManager | None = None
         self._state: EngineState | None = None
-        self.losses = LossReport(config.loss_gate > 0)
         self._warned_of = ""
         self._checkpoints = Checkpoints(engine)
         self._data = DataPosition(engine)
@@ -283,7 +247,6 @@ class EngineRun:
         steps = self._engine.global_steps
         if steps != before and self._manager is not None and self._state is not None:
             self._warn_of_objection()
-            self.losses.end_step(self._manager, result)
             self._ended = steps
             if not self.client_ends:
                 self.end_iteration()

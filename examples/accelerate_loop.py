@@ -115,7 +115,7 @@ def main() -> None:
                 line = {"iteration": step, "loss": loss.item().hex()}
                 print(json.dumps(line), file=losses, flush=True)
                 if memory is not None:
-                    memory.save(loss.item())
+                    memory.save()
                 time.sleep(max(0.0, started + options.iteration_seconds - time.monotonic()))
                 if step == options.iterations:
                     break

@@ -133,7 +133,6 @@ def main() -> None:
             loss = train_one(state, next(data).to(device))
             print(json.dumps({"iteration": iteration, "loss": loss.hex()}), file=losses, flush=True)
             if snapshots is not None:
-                snapshots.report_loss(loss)
                 snapshots.save(iteration, state)
             time.sleep(max(0.0, started + options.iteration_seconds - time.monotonic()))
         print(json.dumps({"sha256": state_hash(state)}), file=losses, flush=True)

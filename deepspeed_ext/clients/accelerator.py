@@ -51,8 +51,8 @@ class EngineMemory(InMemoryState):
         number_saves(self._accelerator)
         return int(self._engine.global_steps)
 
-    def save(self, loss: float | None = None) -> None:
-        """An iteration has ended; the engine reports its losses itself."""
+    def save(self) -> None:
+        """An iteration has ended."""
         self._run.refuse(self._unready())
         self._run.end_iteration()
 

@@ -187,14 +187,6 @@ class SnapshotConfig:
     lease_seconds: float = seconds(
         10.0, "A node without contact to the supervisor for this long kills its trainers."
     )
-    loss_gate: float = number(
-        0.0,
-        "The state behind a loss that is not finite, or above this many times the median of the "
-        "last 64, is not captured. 0: no gate.",
-        allowed="0, or a number > 1",
-        accepts=lambda v: v == 0 or v > 1,
-        job=False,
-    )
     fence_timeout_seconds: float = seconds(
         30.0,
         "Longest wait before optimizer.step() for a running capture; then it is abandoned.",

@@ -58,7 +58,6 @@ def install(manager_factory: ManagerFactory = make_manager) -> None:
     setup = functools.partial(_with_restore, manager_factory)
     wrap(training, "setup_model_and_optimizer", setup)
     wrap(training, "train", _with_end)
-    wrap(training, "training_log", _with_loss)
     wrap(training, "checkpoint_and_decide_exit", _with_capture)
     for name, how in (
         ("evaluate_and_print_results", _with_pause),
@@ -143,7 +142,7 @@ def _with_restore(manager_factory: ManagerFactory, original: Function) -> Functi
         if not arguments.is_enabled(options):
             return original(*args, **kwargs)
         config = arguments.validate(options)
-        run = SnapshotRun(options, manager_factory(config), gated=config.loss_gate > 0)
+        run = SnapshotRun(options, manager_factory(config))
         try:
             built = _build(run, options, lambda: original(*args, **kwargs))
             run.attach(*built[:3])
@@ -195,18 +194,6 @@ def _refuse_to_train_unprotected() -> None:
             f"{SWITCH} to its flags (beside --yaml-cfg: `inmem_snapshot: true` to that file), or "
             "start it without `megatron-ft run`"
         )
-
-
-def _with_loss(original: Function) -> Function:
-    """Wrap Megatron's log of an iteration to report losses before it decides what follows."""
-    signature = inspect.signature(original)
-
-    def training_log(*args: Any, **kwargs: Any) -> Any:
-        if _current is not None:
-            _current.report_loss(signature.bind(*args, **kwargs).arguments["loss_dict"])
-        return original(*args, **kwargs)
-
-    return training_log
 
 
 def _with_capture(original: Function) -> Function:

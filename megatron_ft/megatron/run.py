@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -16,8 +15,6 @@ from megatron_ft.megatron.optimizer import optimizer_parts
 from megatron_ft.megatron.state import MegatronState
 from megatron_ft.trainer.manager import SnapshotManager
 from megatron_ft.trainer.start_choice import WISH, RankView, agree, supervisor_chose_disk
-
-log = logging.getLogger(__name__)
 
 _DISK_SOURCES = ("load", "pretrained_checkpoint")
 
@@ -72,9 +69,8 @@ class SnapshotRun:
     :mod:`megatron_ft.megatron.hooks` does.
     """
 
-    def __init__(self, args: Any, manager: SnapshotManager, *, gated: bool = False) -> None:
-        """``gated`` says that losses are wanted: reading them waits for the device."""
-        self._args, self._gated, self._manager = args, gated, manager
+    def __init__(self, args: Any, manager: SnapshotManager) -> None:
+        self._args, self._manager = args, manager
         self._state: MegatronState | None = None
         self._from_memory, self._reached = False, -1
 
@@ -131,19 +127,6 @@ class SnapshotRun:
             _print_rank_0(f" the checkpoint of iteration {self._args.iteration} was not finished")
             with self.pause():
                 own_checkpoints.save_missed(self._args, training)
-
-    def report_loss(self, losses: Mapping[str, Any]) -> None:
-        """Megatron's losses of the iteration that ends; empty on ranks that compute none.
-
-        Their sum is judged: one that is not finite, or a spike, shows in it.
-        """
-        if not self._gated or not losses:
-            return
-        try:
-            self._manager.report_loss(float(sum(losses.values())))
-        except (TypeError, ValueError, RuntimeError) as error:
-            self._gated = False
-            log.warning("losses %s are no longer judged: %r", list(losses), error)
 
     def end_iteration(self, iteration: int, operations: float, data_iterator: Any) -> None:
         """All state of ``iteration`` is final: capture it if a snapshot is due."""

@@ -33,7 +33,6 @@ WRAPPED = (
             "checkpointing_context",
         ),
     ),
-    Required("megatron.training.training", "training_log", ("loss_dict",)),
     Required(
         "megatron.training.training",
         "checkpoint_and_decide_exit",

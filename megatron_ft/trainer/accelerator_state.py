@@ -83,8 +83,8 @@ class InMemoryState:
         number_saves(self._accelerator)
         return self._progress.step
 
-    def save(self, loss: float | None = None) -> None:
-        """Take a snapshot at the end of an iteration, if one is due; ``loss`` is for the loss gate.
+    def save(self) -> None:
+        """Take a snapshot at the end of an iteration, if one is due.
 
         A call while gradients accumulate, before the optimizer has stepped, does nothing.
         """
@@ -99,8 +99,6 @@ class InMemoryState:
             raise ConfigError(f"InMemoryState.save: {problem}")
         self._stepped = False
         self._progress.step += 1
-        if loss is not None:
-            self._manager.report_loss(loss)
         self._manager.save(self._progress.step, self._state)
 
     def close(self, *, finished: bool | None = None) -> None:

@@ -13,10 +13,7 @@ waits behind each of them as well.
 from __future__ import annotations
 
 import logging
-import math
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
@@ -42,9 +39,6 @@ logger = logging.getLogger(__name__)
 
 STAY_LOOK_SECONDS = 0.02
 """Interval of looks at a permit by a rank that stays at its boundary."""
-
-HISTORY = 64
-LEAST_HISTORY = 8
 
 
 class BoundaryAction(Enum):
@@ -92,40 +86,6 @@ def boundary_action(
     return BoundaryAction.MISS if busy else BoundaryAction.CAPTURE
 
 
-class LossGate:
-    """Judges one rank's losses in the order of iterations, before anything is captured.
-
-    A loss that is not finite never passes.  One above ``factor`` times the median of the
-    last HISTORY losses does not pass either; for that LEAST_HISTORY of them must be known
-    and their median be positive.  A level that stays becomes the median, so the gate
-    opens again by itself.  ``factor`` 0 lets everything pass.
-
-    ``problem`` says why the state of the present iteration must not be captured, if it must not.
-    The gate sees the loss of the iteration that led to this state.  A state that only the last
-    update made wrong shows in the next loss, when it may have been captured.
-    """
-
-    def __init__(self, factor: float) -> None:
-        self.problem = ""
-        self._factor = factor
-        self._history: deque[float] = deque(maxlen=HISTORY)
-
-    def report(self, loss: float) -> None:
-        """Take the loss of the iteration that is about to end."""
-        self.problem = self._judge(loss) if self._factor > 0 else ""
-
-    def _judge(self, loss: float) -> str:
-        """The reason why a loss does not pass, or empty.  A finite loss counts for the median."""
-        if not math.isfinite(loss):
-            return f"the loss is {loss}"
-        known = len(self._history) >= LEAST_HISTORY
-        median = statistics.median(self._history) if known else 0.0
-        self._history.append(loss)
-        if median > 0 and loss > self._factor * median:
-            return f"the loss {loss:.6g} is above {self._factor:g} times its median {median:.6g}"
-        return ""
-
-
 class Capture:
     """Captures one rank's state where the job permits it, and reports what became of that.
 
@@ -139,7 +99,6 @@ class Capture:
     ) -> None:
         self._client, self._stats, self._warn = client, stats, warn
         self._timeout_seconds = config.fence_timeout_seconds
-        self._losses = LossGate(config.loss_gate)
         self._replicas = ReplicaDigester(config.compare_replicas, config.compare_except or "")
         self._times, self._beside = IterationTimes(), False
         self._late = LateIterations(config.p99_budget_percent)
@@ -176,10 +135,6 @@ class Capture:
             return CaptureEngine(path, shard_id, layout, copier, *ends)
 
         self._arena.open(make, path, layout, form)
-
-    def report_loss(self, loss: float) -> None:
-        """Take the loss of the iteration that is about to end, for the loss gate."""
-        self._losses.report(loss)
 
     def end_iteration(
         self,
@@ -238,11 +193,9 @@ class Capture:
         self._ended = iteration
         if permit is None or due is BoundaryAction.WAIT:
             return self.skip(iteration)
-        if due is BoundaryAction.CAPTURE and not self._losses.problem:
-            return self._capture(permit, adapt, fenced or self._idle_changes_nothing)
         if due is BoundaryAction.CAPTURE:
-            self._refuse(permit.snapshot, self._losses.problem)
-        elif due is BoundaryAction.MISS:
+            return self._capture(permit, adapt, fenced or self._idle_changes_nothing)
+        if due is BoundaryAction.MISS:
             self._answered = permit.snapshot
             self._stats.missed += 1
             self._client.send(m.Missed(self._client.shard_id, permit.snapshot))
@@ -250,13 +203,6 @@ class Capture:
             # While it runs, the SMP would take the slot for free.
             self._client.send(m.Missed(self._client.shard_id, permit.snapshot))
         return self.skip(iteration)
-
-    def _refuse(self, snapshot: SnapshotId, problem: str) -> None:
-        """The state is not worth a snapshot: the loss that led here was bad."""
-        self._answered = snapshot
-        self._stats.gated += 1
-        self._warn("loss gate", "snapshot %s is refused: %s", snapshot, problem)
-        self._client.send(m.Abandoned(self._client.shard_id, snapshot, problem))
 
     def _capture(
         self, permit: Permit, adapt: Callable[[], TrainingState], may_last: bool

@@ -319,15 +319,6 @@ class SnapshotManager:
             self._warn("prepare", text, error)
         return self._capture.is_open
 
-    def report_loss(self, loss: float) -> None:
-        """Tell the loss of the iteration that is about to end; before its ``save``.
-
-        With the setting ``loss_gate`` a loss that is not finite, or a spike, keeps the state that
-        it led to from being captured, on all ranks.  A rank that reports once must do so in every
-        iteration; ranks without a loss never do.
-        """
-        self._capture.report_loss(loss)
-
     @contextmanager
     def fence(self) -> Iterator[None]:
         """Context for code that changes captured tensors; waits for a running copy first.

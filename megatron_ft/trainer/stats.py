@@ -22,8 +22,7 @@ class CaptureStats:
 
     ``taken`` counts sealed snapshots, ``skipped`` calls of save() that captured
     nothing, ``missed`` permits whose iteration passed uncaptured, ``abandoned``
-    captures that ended without a result, ``gated`` permits that this rank's loss gate
-    has refused.  ``stall_seconds`` is the time the training
+    captures that ended without a result.  ``stall_seconds`` is the time the training
     thread spent in save() while capturing and in fences; ``copied_bytes`` counts
     tensor bytes of sealed snapshots.
 
@@ -36,7 +35,6 @@ class CaptureStats:
     skipped: int = 0
     missed: int = 0
     abandoned: int = 0
-    gated: int = 0
     stall_seconds: float = 0.0
     copied_bytes: int = 0
     protected_iteration: int = NEVER

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from megatron_ft.core.errors import ConfigError
 from tests.programs import deepspeed_models
 from tests.programs.deepspeed_program import NUMBERS, make_manager, train_step
-from tests.support.late_capture import LOAD_FROM, ArenaManager
+from tests.support.late_capture import LOAD_FROM
 
 
 def run() -> None:
@@ -153,16 +153,6 @@ def step_on(engine: Any, batches: Any) -> list[torch.Tensor]:
 def _schedule(engine: Any) -> Any:
     """One that the engine knows nothing of."""
     return torch.optim.lr_scheduler.ExponentialLR(engine.basic_optimizer, 0.5)
-
-
-def noted_losses() -> None:
-    """Reported losses are written to a file beside what was seen."""
-
-    def report_loss(self: Any, loss: float) -> None:
-        with Path(sys.argv[2], f"losses{os.environ['RANK']}").open("a") as file:
-            file.write(f"{loss.hex()}\n")
-
-    ArenaManager.report_loss = report_loss  # type: ignore[method-assign]
 
 
 def _unwrap() -> type:

@@ -1,8 +1,8 @@
-"""examples/plain_pytorch.py, whose weights or losses go wrong when files in a folder say so.
+"""examples/plain_pytorch.py, whose weights go wrong when files in a folder say so.
 
 MEGATRON_FT_TEST_POISON names the folder.  ``poison`` holds an iteration: there, in the job's first
 incarnation, a weight becomes wrong on all ranks.  While ``fail`` exists, training with that weight
-raises.  While ``nan`` exists, losses are told as NaN.
+raises.
 """
 
 from __future__ import annotations
@@ -43,22 +43,11 @@ def poisoned(train_one: Any, folder: Path) -> Any:
     return step
 
 
-def reporting(manager: Any, folder: Path) -> Any:
-    """The snapshot manager, which is told NaN while the file says so."""
-
-    class Manager(manager):  # type: ignore[misc]
-        def report_loss(self, loss: float) -> None:
-            super().report_loss(float("nan") if (folder / "nan").exists() else loss)
-
-    return Manager
-
-
 def main() -> None:
     """Train as the example does."""
     training = load()
     folder = Path(os.environ["MEGATRON_FT_TEST_POISON"])
     training.train_one = poisoned(training.train_one, folder)
-    training.SnapshotManager = reporting(training.SnapshotManager, folder)
     training.main()
 
 

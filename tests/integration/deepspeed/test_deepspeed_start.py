@@ -496,16 +496,3 @@ def test_an_unsupported_release_trains_without_the_section(
 ) -> None:
     incarnation = Script(deepspeed_server, tmp_path).run("plain", None, ranks=1, plugins=[plugin])
     assert "error" not in incarnation.seen[0] and incarnation.seen[0]["losses"]
-
-
-def test_losses_are_reported_where_a_gate_is_asked_for(
-    deepspeed_server: WarmHost, tmp_path: Path
-) -> None:
-    script = Script(deepspeed_server, tmp_path)
-    told = {"ranks": 1, "steps": 3, "loads": script.load(), "plugins": ["noted_losses"]}
-    script.run("off", **told)
-    incarnation = script.run("on", {**ON, "loss_gate": 3.0}, **told)
-    assert not (tmp_path / "off" / "losses0").exists()
-    reported = [float.fromhex(x) for x in (tmp_path / "on" / "losses0").read_text().split()]
-    of_steps = [[float.fromhex(x) for x in each] for each in incarnation.losses[0].values()]
-    assert reported == [sum(each) / len(each) for each in of_steps] and len(reported) == 3

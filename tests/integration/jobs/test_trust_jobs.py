@@ -176,7 +176,7 @@ def test_more_damage_than_parity_counts_as_lost_and_is_not_restored(
 def test_a_snapshot_from_which_training_fails_twice_is_not_used_again(
     tmp_path: Path, two: Result
 ) -> None:
-    """First the loss gate keeps snapshots out, then weights go wrong in committed ones."""
+    """Weights go wrong in committed snapshots."""
     folder = tmp_path / "poison"
     folder.mkdir()
     job = Job(
@@ -187,7 +187,6 @@ def test_a_snapshot_from_which_training_fails_twice_is_not_used_again(
         script=POISONED,
         environment={
             "MEGATRON_FT_TEST_POISON": str(folder),
-            "MEGATRON_FT_LOSS_GATE": "1e9",
             "MEGATRON_FT_SNAPSHOT_INTERVAL": "10",
         },
         iterations=ITERATIONS,
@@ -196,15 +195,6 @@ def test_a_snapshot_from_which_training_fails_twice_is_not_used_again(
     wrong_from: list[int] = []
 
     def poison(job: Job) -> None:
-        (folder / "nan").touch()
-        wait_for(job, "aborted")
-        before = [e.kind for e in job.events].count("committed")
-        wait_for(job, "aborted", 2)
-        gated = [e.text for e in job.events if e.kind == "aborted"]
-        assert all("the loss is nan" in text for text in gated), gated
-        assert [e.kind for e in job.events].count("committed") <= before + 1
-        (folder / "nan").unlink()
-        wait_for(job, "committed", before + 2)
         # Stopped, trainers cannot pass the iteration before they are told of it.
         signal_trainers(job, signal.SIGSTOP)
         at = max(job.result()[0]) + 15
