@@ -102,7 +102,10 @@ def read_command(command: Sequence[str]) -> CommandFlags:
     """
     # A wrapper of the training program may use "--" itself; flags follow it all the same.
     words = [word for word in command if word != "--"]
-    parsed, rest = _reader().parse_known_args(words)
+    # As Megatron's own parser: no abbreviations.
+    reader = _Reader(prog="", usage="", add_help=False, allow_abbrev=False)
+    add_flags(reader)
+    parsed, rest = reader.parse_known_args(words)
     known = [SWITCH, *(setting.flag for setting in SETTINGS.values())]
     unknown = [word.partition("=")[0] for word in rest if word.startswith(FLAG_PREFIX)]
     refuse([f"unknown flag {flag}; {nearest(flag, known, FLAG_PREFIX)}" for flag in unknown])
@@ -114,13 +117,6 @@ class _Reader(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"in the training command: {message}")
-
-
-def _reader() -> argparse.ArgumentParser:
-    # As Megatron's own parser: no abbreviations.
-    reader = _Reader(prog="", usage="", add_help=False, allow_abbrev=False)
-    add_flags(reader)
-    return reader
 
 
 def job_contradictions(

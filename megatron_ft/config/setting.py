@@ -174,32 +174,34 @@ def whole(default: int, help_text: str, least: int, unit: str, **more: Any) -> A
 def number(
     default: float,
     help_text: str,
-    allowed: str,
-    accepts: Callable[[Any], bool],
-    unit: str = "",
+    unit: str,
+    *,
+    least: float = 0.0,
+    above: float = -math.inf,
+    most: float = math.inf,
     **more: Any,
 ) -> Any:
-    """A finite number."""
-    return setting(NUMBER, default, help_text, allowed=allowed, accepts=accepts, unit=unit, **more)
-
-
-def seconds(default: float, help_text: str, *, never: bool = False, **more: Any) -> Any:
-    """A time above zero; with ``never`` zero is allowed, and means that."""
+    """A finite number of at least ``least``, greater than ``above``, at most ``most``."""
+    allowed = f"{unit} > {above:g}" if above >= least else f"{unit} >= {least:g}"
     return setting(
         NUMBER,
         default,
         help_text,
-        allowed="seconds >= 0" if never else "seconds > 0",
-        accepts=lambda v: v > 0 or (never and v == 0),
-        unit="seconds",
+        allowed=allowed if most == math.inf else f"{allowed}, at most {most:g}",
+        accepts=lambda v: least <= v <= most and v > above,
+        unit=unit,
         **more,
     )
 
 
+def seconds(default: float, help_text: str, *, never: bool = False, **more: Any) -> Any:
+    """A time above zero; with ``never`` zero is allowed, and means that."""
+    return number(default, help_text, "seconds", above=-math.inf if never else 0.0, **more)
+
+
 def bandwidth(help_text: str, **more: Any) -> Any:
     """A node's limit on traffic of one kind; there is none by default."""
-    allowed = "MiB a second >= 0"
-    return number(0.0, f"{help_text} 0: no limit.", allowed, lambda v: v >= 0, "MiB/s", **more)
+    return number(0.0, f"{help_text} 0: no limit.", "MiB/s", **more)
 
 
 def folder(help_text: str, **more: Any) -> Any:

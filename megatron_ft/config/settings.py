@@ -59,24 +59,21 @@ class SnapshotConfig:
     overhead_percent: float = number(
         1.0,
         "Most that snapshots may take of all training time, where their interval is auto.",
-        allowed="percent > 0, at most 50",
-        accepts=lambda v: 0 < v <= 50,
-        unit="percent",
+        "percent",
+        above=0,
+        most=50,
     )
     p99_budget_percent: float = number(
         0.0,
         "Most that snapshots may add to the 99th percentile of iteration times; they wait where "
         "they add more. 0: no budget.",
-        allowed="percent >= 0",
-        accepts=lambda v: v >= 0,
-        unit="percent",
+        "percent",
     )
     expected_mtbf_hours: float = number(
         3.0,
         "Time between failures that the job expects before it has seen any; for the interval auto.",
-        allowed="hours > 0",
-        accepts=lambda v: v > 0,
-        unit="hours",
+        "hours",
+        above=0,
     )
     protect: str = setting(
         SCHEME,
@@ -116,9 +113,7 @@ class SnapshotConfig:
         0.0,
         "Most minutes between snapshots that are written to the drain folder: it bounds what the "
         "loss of all nodes costs. 0: no bound.",
-        allowed="minutes >= 0",
-        accepts=lambda v: v >= 0,
-        unit="minutes",
+        "minutes",
         needs_drain_dir=True,
     )
     drain_keep: int = whole(
@@ -154,9 +149,8 @@ class SnapshotConfig:
         1.0,
         "Share of one core that a node uses to read committed snapshots again and check their "
         "digests. 0: none.",
-        allowed="0 to 100",
-        accepts=lambda v: 0 <= v <= 100,
-        unit="percent",
+        "percent",
+        most=100,
     )
     quarantine_iterations: int = whole(
         10,
@@ -240,9 +234,7 @@ class SnapshotConfig:
         10.0,
         "Without a drain folder, memory is kept for this long after an end of training of which "
         "nobody knows if it was the planned one. 0: not at all.",
-        unit="minutes",
-        allowed="minutes >= 0",
-        accepts=lambda v: v >= 0,
+        "minutes",
     )
     register_timeout_seconds: float = seconds(
         600.0,
