@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,11 +20,10 @@ from megatron_ft.checkpoint.disk_format import mount_point
 from megatron_ft.checkpoint.drain import DrainPlan
 from megatron_ft.core.errors import DrainError, MegatronFTError
 from megatron_ft.core.identity import Ancestor, ShardPlacement, SnapshotId
-from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.smp.processes import STALL_SECONDS
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.drain_times import Urgency, gives_way, is_due
 from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.job_context import JobContext
 from megatron_ft.supervisor.job_state import DiskPlaces
 from megatron_ft.supervisor.processes import unless
 from megatron_ft.supervisor.slot_choice import BESIDE_DRAINS, SlotChoice
@@ -58,21 +56,13 @@ class Drains:
     """The drains of one job over all its incarnations, and the exports of what was drained.
 
     ``failures`` counts those that came to nothing.  Nothing is written unless a file system is
-    mounted at ``mount`` ("": not looked at).
+    mounted where the job's notes say.
     """
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        launcher: Launcher,
-        job: uuid.UUID,
-        coordinator: Coordinator,
-        spares_gone: Callable[[], bool],
-        mount: str = "",
-    ) -> None:
+    def __init__(self, job: JobContext) -> None:
         self.failures, self._last_failure = 0, ""
-        self._spec, self._launcher, self._job = spec, launcher, job
-        self._coordinator = coordinator
+        self._spec, self._launcher, self._job = job.spec, job.launcher, job.state.record.job
+        self._coordinator, self._spares_gone = job.coordinator, job.members.spares_gone
         self._task: asyncio.Task[None] | None = None
         self._places: dict[str, str] = {}
         self._seats: dict[str, ShardPlacement] = {}
@@ -87,16 +77,18 @@ class Drains:
         self._not_before = 0.0
         self._step = ""
         self._warned = self._cost_said = False
-        self._cap = spec.settings.drain_bandwidth_mib
+        self._cap = job.spec.settings.drain_bandwidth_mib
         self._slowest = 0.0
-        self._mount = Path(mount) if mount else None
-        limit = spec.time_limit_seconds
+        state, places = job.state, noted_places(job.state.record.disk, job.spec)
+        if places != state.record.disk:
+            state.update(disk=places)
+        self._mount = Path(places.drain_mount) if places.drain_mount else None
+        limit = job.spec.time_limit_seconds
         self._urgency = Urgency(
             ends_at=time.monotonic() + limit if limit else None,
-            margin=spec.settings.drain_stop_seconds,
+            margin=job.spec.settings.drain_stop_seconds,
         )
-        self._spares_gone = spares_gone
-        coordinator.observers.subscribe(self._on_event)
+        job.observers.subscribe(self._on_event)
 
     def begin(
         self,

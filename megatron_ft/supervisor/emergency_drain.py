@@ -11,14 +11,11 @@ from collections.abc import Collection, Sequence
 
 from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
 from megatron_ft.supervisor.admission import Inventories
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.drains import Drains
-from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.membership import Membership
+from megatron_ft.supervisor.job_context import JobContext
 from megatron_ft.supervisor.recovery import Recovery
 from megatron_ft.supervisor.restore import RestorePlan
 from megatron_ft.supervisor.slot_choice import present_slots
-from megatron_ft.supervisor.spec import JobSpec
 
 DRAIN_SECONDS = 3600.0
 """Longest drain before the job stops; nothing else is waiting for the disk then."""
@@ -32,19 +29,11 @@ class EmergencyDrain:
     No failure of a drain is raised, so that the job ends with the reason for which it stops.
     """
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        state: JobState,
-        coordinator: Coordinator,
-        members: Membership,
-        drains: Drains,
-        recovery: Recovery,
-    ) -> None:
-        self._spec, self._state = spec, state
-        self._coordinator, self._members = coordinator, members
+    def __init__(self, job: JobContext, drains: Drains, recovery: Recovery) -> None:
+        self._spec, self._state = job.spec, job.state
+        self._coordinator, self._members = job.coordinator, job.members
         self._drains, self._recovery = drains, recovery
-        self._emit = coordinator.observers.emit
+        self._emit = job.emit
 
     async def without_trainers(self, reason: str = "trainers cannot come back") -> None:
         """No trainer runs any more: bring the last committed snapshot to disk."""

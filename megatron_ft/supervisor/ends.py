@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.core.startup import UNAVAILABLE
-
-RERUN_CODES = (16, 17)
-"""Exit codes of Megatron's rerun machine for a doubtful result; the snapshot is not at fault."""
-
-NEVER_STARTED = (2, 126, 127, UNAVAILABLE)
-"""Exit codes of a command that could not be started: of Python without its script or after wrong
-flags (argparse), of a shell without the program, and of a script that cannot be imported."""
 
 
 @dataclass(frozen=True)
@@ -176,3 +170,20 @@ class Interrupted(Failure):
 
 
 End = Finished | Asked | Failure
+
+Found = TypeVar("Found")
+
+
+async def first_end(*detectors: Coroutine[Any, Any, Found]) -> Found:
+    """What the first of these finds, in their order if several have; the others are cancelled.
+
+    An error of a detector is raised in place of what it finds.
+    """
+    tasks = [asyncio.create_task(detector) for detector in detectors]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task.result() for task in tasks if task.done())
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -13,18 +13,16 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megatron_ft.core.identity import SnapshotId
-from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import SnapshotEnded
-from megatron_ft.supervisor.encoder_world import WorldKeeper
+from megatron_ft.supervisor.elastic import more_nodes, nodes_without
 from megatron_ft.supervisor.ends import Asked
 from megatron_ft.supervisor.health import Health
-from megatron_ft.supervisor.membership import Membership
+from megatron_ft.supervisor.job_context import JobContext
 from megatron_ft.supervisor.restore import RestorePlan
 
 STAY_SECONDS = 30.0
@@ -118,29 +116,21 @@ class Evacuations:
     With ``stopping`` none begins any more.
     """
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        coordinator: Coordinator,
-        members: Membership,
-        world: WorldKeeper,
-        health: Health,
-        redundant: bool,
-        more_nodes: Callable[[Collection[str]], list[str]],
-        nodes_without: Callable[[Collection[str]], tuple[list[str], list[str]]],
-    ) -> None:
-        """``more_nodes`` says with which of the nodes that are there the job could grow,
-        ``nodes_without`` with which it could continue without some of those that train."""
+    def __init__(self, job: JobContext, health: Health) -> None:
         self.stopping, self._stayed = False, 0.0
-        self._more_nodes, self._growths, self._grow_after = more_nodes, 0, 0.0
-        self._nodes_without = nodes_without
-        self._launcher, self._coordinator, self._members = launcher, coordinator, members
-        self._world, self._redundant, self._health = world, redundant, health
+        self._job, self._growths, self._grow_after = job, 0, 0.0
+        self._launcher, self._coordinator, self._members = (
+            job.launcher,
+            job.coordinator,
+            job.members,
+        )
+        self._world, self._health = job.world, health
+        self._redundant = bool(job.spec.scheme.parity_members)
         self._drained: set[str] = set()
         self._moving: tuple[m.Evacuate, int] | None = None
         """The request under way, and the node's position."""
-        for node in members.evacuated:
-            coordinator.note_move(node, state="moved", text=f"{node} is evacuated")
+        for node in job.members.evacuated:
+            job.coordinator.note_move(node, state="moved", text=f"{node} is evacuated")
 
     def stop(self) -> None:
         """Begin none any more: the job stops."""
@@ -182,7 +172,7 @@ class Evacuations:
                 return Asked(f"{node} is evacuated", self._stayed)
             self._note(request, "moved", f"{node} had no ranks; it is no spare any more")
 
-    def restored(self, plan: RestorePlan, reached: int) -> None:
+    def restored(self, plan: RestorePlan) -> None:
         """An incarnation is about to train: all that it needs is where its nodes are."""
         if self._moving is None:
             return
@@ -193,7 +183,7 @@ class Evacuations:
             other = "another node" if plan.reshaped else "the spare"
             self._refuse(request, f"{other} was lost meanwhile")
         else:
-            lost = max(0, reached - plan.decision.iteration)
+            lost = max(0, plan.reached - plan.decision.iteration)
             where = f"{spare} has its ranks"
             if plan.reshaped:
                 where = f"{len(plan.active)} nodes have its state"
@@ -227,7 +217,9 @@ class Evacuations:
     def _seating(self, node: str) -> Seating:
         requests = self._coordinator.evacuations.values()
         wanted = self._members.leaving | {r.node for r in requests if not r.undo}
-        fewer, not_fewer = self._nodes_without(wanted | {node})
+        fewer, not_fewer = nodes_without(
+            self._job.spec, self._job.state, self._members, wanted | {node}
+        )
         return Seating(
             active=self._members.active,
             others=self._launcher.nodes(),
@@ -244,7 +236,7 @@ class Evacuations:
         """Have the job continue with the nodes that are back too; whether it does."""
         self._grow_after = time.monotonic() + GROW_AGAIN_SECONDS * 2**self._growths
         emit = self._coordinator.observers.emit
-        chosen = self._more_nodes(await self._members.answering(self._reachable()))
+        chosen = self._more_of(await self._members.answering(self._reachable()))
         self._growths += 1
         reason = await self._capture() if chosen else "no other node answers"
         if reason:
@@ -269,7 +261,10 @@ class Evacuations:
             return []
         if (standing.protected if self._redundant else standing.committed) is None:
             return []
-        return self._more_nodes(self._reachable())
+        return self._more_of(self._reachable())
+
+    def _more_of(self, there: Collection[str]) -> list[str]:
+        return more_nodes(self._job.spec, self._job.state, self._members, there)
 
     def _reachable(self) -> list[str]:
         return list(filter(self._launcher.reachable, self._launcher.nodes()))

@@ -41,10 +41,8 @@ from megatron_ft.supervisor.ledger import AUTOPSY
 
 if TYPE_CHECKING:
     # The command that reads evidence starts faster without.
-    from megatron_ft.launchers.launcher import Launcher
-    from megatron_ft.supervisor.coordinator import Coordinator
     from megatron_ft.supervisor.events import JobEvent
-    from megatron_ft.supervisor.processes import TrainerFleet
+    from megatron_ft.supervisor.job_context import JobContext
 
 log = logging.getLogger(__name__)
 
@@ -78,21 +76,22 @@ class _Seen(NamedTuple):
 
 
 class EvidenceKeeper:
-    """Keeps the evidence of one job's failures in ``folder``, and judges each."""
+    """Keeps the evidence of one job's failures in its state folder, and judges each."""
 
-    def __init__(
-        self, folder: Path, job: str, launcher: Launcher, coordinator: Coordinator,
-        trainers: TrainerFleet,
-    ) -> None:  # fmt: skip
-        self._folder, self._job, self._launcher = folder, job, launcher
-        self._coordinator, self._trainers = coordinator, trainers
+    def __init__(self, job: JobContext) -> None:
+        self._folder, self._job = job.state.folder / FOLDER, str(job.state.record.job)
+        self._launcher, self._coordinator, self._trainers = (
+            job.launcher,
+            job.coordinator,
+            job.trainers,
+        )
         self._events: deque[JobEvent] = deque(maxlen=_MOST_EVENTS)
         self._seen: _Seen | None = None
         self._hang: Hung | None = None
         self._started = False
         self._versions: dict[str, str] = {}
-        coordinator.observers.subscribe(self._note)
-        coordinator.listen(self._note_versions)
+        job.observers.subscribe(self._note)
+        job.coordinator.listen(self._note_versions)
 
     def _note(self, event: JobEvent) -> None:
         self._events.append(event)

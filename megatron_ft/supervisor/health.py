@@ -23,11 +23,8 @@ from megatron_ft.launchers.launcher import Launcher, ProcessHandle
 from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.admission import Inventories
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.ends import Failure, NodeLost, ReplicasDiffer
-from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.membership import Membership
-from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.job_context import JobContext
 
 CANNOT_RUN = (126, 127)
 """Exit statuses of a shell for a command that is not executable, or not found."""
@@ -128,16 +125,9 @@ def why_used(
 class Health:
     """The votes on one job's nodes, and what follows from them."""
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        launcher: Launcher,
-        state: JobState,
-        coordinator: Coordinator,
-        members: Membership,
-    ) -> None:
-        self._spec, self._launcher, self._state = spec, launcher, state
-        self._coordinator, self._members = coordinator, members
+    def __init__(self, job: JobContext) -> None:
+        self._spec, self._launcher, self._state = job.spec, job.launcher, job.state
+        self._coordinator, self._members = job.coordinator, job.members
         self._failures: tuple[Failure, ...] = ()
 
     def failed(self, failure: Failure) -> None:

@@ -94,11 +94,11 @@ class Incident:
     text: str
     incarnation: int
     node: str = ""
-    iteration: int = -1
-    source: str = ""
-    lost: int = 0
-    down: float = 0.0
-    redone: float = 0.0
+    iteration: int = field(init=False, default=-1)
+    source: str = field(init=False, default="")
+    lost: int = field(init=False, default=0)
+    down: float = field(init=False, default=0.0)
+    redone: float = field(init=False, default=0.0)
 
 
 @dataclass

@@ -37,7 +37,7 @@ from megatron_ft.supervisor.admission import (
     owned_arenas,
 )
 from megatron_ft.supervisor.coordinator import Coordinator
-from megatron_ft.supervisor.ends import Failure, Interrupted, NodeLost
+from megatron_ft.supervisor.ends import Failure, Interrupted, NodeLost, SmpLost
 from megatron_ft.supervisor.job_state import JobState, homes_of
 from megatron_ft.supervisor.placement import (
     choose_spares,
@@ -349,15 +349,25 @@ class Membership:
         }
         return owned_arenas(older, places)
 
-    async def replace_smps(self, nodes: Sequence[str]) -> str:
-        """Have new SMPs adopt the arenas of those that died by themselves, all at once.
+    async def until_smp_lost(self) -> SmpLost:
+        """Replace SMPs that die by themselves until one cannot be.
 
-        Returns why one of them cannot be replaced, or an empty string.
+        When this is cancelled it first completes a replacement: what is freed or drained at the
+        job's end needs the new SMP.
         """
-        reasons = await asyncio.gather(*(self._replace_smp(node) for node in nodes))
-        return next((reason for reason in reasons if reason), "")
+        while True:
+            dead = await self.smps.ended()
+            work = asyncio.gather(*map(self._replace_smp, dead))
+            try:
+                reasons = await asyncio.shield(work)
+            finally:
+                await asyncio.wait({work})
+            for node, reason in zip(dead, reasons, strict=True):
+                if reason:
+                    return SmpLost(reason, node)
 
     async def _replace_smp(self, node: str) -> str:
+        """Have a new SMP adopt the arenas of a node; why that cannot be, or an empty string."""
         self._coordinator.disconnect(node)
         try:
             endpoint = await self.smps.ensure(node)
@@ -390,29 +400,28 @@ class Membership:
         return await unless(self.smps.while_all_run(work), self._silence())
 
     async def _silence(self) -> ControlPlaneError:
-        while True:
-            await self._coordinator.silent.wait()
-            if (failure := self.on_silence()) is not None:
-                return ControlPlaneError(failure.text, failure.node)
+        failure = await self.until_silence()
+        return ControlPlaneError(failure.text, failure.node)
 
-    def on_silence(self) -> Failure | None:
-        """The failure behind ``coordinator.silent``, now cleared; None if only spares are lost.
+    async def until_silence(self) -> Failure:
+        """Wait until a node that trains is silent, or the coordinator has failed.
 
         StaleIncarnationError when somebody else leads the job.
         """
         coordinator = self._coordinator
-        if (error := coordinator.take_failure()) is not None:
-            log.error("the coordinator failed", exc_info=error)
-            text = f"the coordinator failed: {error!r}"
-            self._emit("coordinator_failed", text, "")
-            return Interrupted(text, error=type(error))
-        coordinator.require_lead()
-        lost = self.silent()
-        if not lost or self.without(lost):
-            return None
-        text = f"no heartbeat from {', '.join(lost)}"
-        self._emit("silent", text, lost[0])
-        return NodeLost(text, lost[0], idle=coordinator.timing.node_timeout)
+        while True:
+            await coordinator.silent.wait()
+            if (error := coordinator.take_failure()) is not None:
+                log.error("the coordinator failed", exc_info=error)
+                text = f"the coordinator failed: {error!r}"
+                self._emit("coordinator_failed", text, "")
+                return Interrupted(text, error=type(error))
+            coordinator.require_lead()
+            lost = self.silent()
+            if lost and not self.without(lost):
+                text = f"no heartbeat from {', '.join(lost)}"
+                self._emit("silent", text, lost[0])
+                return NodeLost(text, lost[0], idle=coordinator.timing.node_timeout)
 
     def silent(self) -> list[str]:
         """Nodes without a heartbeat whose SMP is not known to have ended."""

@@ -12,12 +12,9 @@ from enum import Enum
 
 from megatron_ft.core.errors import ControlPlaneError, MegatronFTError
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.drains import Drains
 from megatron_ft.supervisor.emergency_drain import EmergencyDrain
-from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.membership import Membership
-from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.job_context import JobContext
 from megatron_ft.supervisor.standing import Committed
 
 KEEP_MINUTES = 10.0
@@ -76,20 +73,12 @@ class JobEnding:
     ``text`` says, after ``carry_out``, why training was ended early, and what is left of it.
     """
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        state: JobState,
-        coordinator: Coordinator,
-        members: Membership,
-        drains: Drains,
-        emergency: EmergencyDrain,
-    ) -> None:
+    def __init__(self, job: JobContext, drains: Drains, emergency: EmergencyDrain) -> None:
         self.text = ""
-        self._spec, self._state, self._coordinator = spec, state, coordinator
-        self._members, self._drains, self._emergency = members, drains, emergency
+        self._spec, self._state, self._coordinator = job.spec, job.state, job.coordinator
+        self._members, self._drains, self._emergency = job.members, drains, emergency
         self._said: dict[str, bool] = {}
-        coordinator.listen(self._note)
+        job.coordinator.listen(self._note)
 
     def begin_incarnation(self) -> None:
         """Forget the words of earlier ranks."""

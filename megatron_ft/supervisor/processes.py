@@ -284,9 +284,10 @@ class TrainerFleet:
             self.why_cold = why_cold(spec.command, spec.trainer_per_node)
         self._hosts = TrainerHosts(launcher, spec.command, spec.log_dir)
 
-    def can_restart(self, rank: int) -> None:
-        """Note that a rank has announced that it can restart in its process."""
-        self._restartable.add(rank)
+    def on_event(self, event: m.NodeEvent) -> None:
+        """Note the ranks that can restart in their process."""
+        if isinstance(event.body, m.Restartable):
+            self._restartable.add(event.body.rank)
 
     def survivors(self) -> dict[str, list[int]]:
         """Ranks that run and can restart in process, by node."""

@@ -8,6 +8,7 @@ when memory goes before them.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from megatron_ft.core.identity import Ancestor, on_lineage
 from megatron_ft.core.process_tools import in_thread
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.ends import Asked
 from megatron_ft.supervisor.job_state import JobState
 
 DISK_TIMEOUT_SECONDS = 10.0
@@ -132,6 +134,11 @@ class QuarantinePolicy:
         if corrupt and standing.restoring is not None:
             standing.damage.lose(corrupt, standing.restoring)
 
+    async def until_rewind(self) -> Asked:
+        """Wait until the user asks for a rewind, and carry it out."""
+        await self._coordinator.rewind_asked.wait()
+        return Asked(self.rewind())
+
     def rewind(self) -> str:
         """Carry out the user's request; the reason why this incarnation ends, for people."""
         before = self._coordinator.rewind_before
@@ -143,6 +150,14 @@ class QuarantinePolicy:
     def give_up(self, before: int) -> None:
         """Restore nothing of iteration ``before`` or later, nor what the framework saved of it."""
         self._remember(self.quarantine.rewound(before))
+
+    async def give_up_unequal(self, nodes: Collection[str]) -> None:
+        """Give up what may have gone wrong with replicas that differ; ``nodes`` train."""
+        await self._coordinator.refresh()
+        standing = self._coordinator.standing
+        held = set.intersection(*({one[:2] for one in standing.held.get(n, ())} for n in nodes))
+        known = (standing.committed, standing.durable)
+        self.give_up(self._coordinator.replicas.undo(held | {one[:2] for one in known if one}))
 
     async def newest_saved(self) -> int:
         """The newest iteration that the framework has saved itself; -1 for none, or if unknown."""

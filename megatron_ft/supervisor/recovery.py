@@ -24,12 +24,9 @@ from megatron_ft.core.identity import Ancestor, SnapshotId, extend
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.admission import Inventories, LivingRanks, kept_ranks
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.disk_restore import DiskRestores, DiskSource, lineage_before
-from megatron_ft.supervisor.encoder_world import WorldKeeper
 from megatron_ft.supervisor.health import Health, Vote
-from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.membership import Membership
+from megatron_ft.supervisor.job_context import JobContext
 from megatron_ft.supervisor.orders import shards_by_node
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy, reason_against_own
 from megatron_ft.supervisor.restore import RestorePlan, make_targets, rebuild
@@ -44,17 +41,13 @@ class Recovery:
 
     def __init__(
         self,
-        spec: JobSpec,
-        state: JobState,
-        coordinator: Coordinator,
-        members: Membership,
-        world: WorldKeeper,
+        job: JobContext,
         disk: DiskRestores,
         quarantine: QuarantinePolicy,
         health: Health,
     ) -> None:
-        self._spec, self._state = spec, state
-        self._coordinator, self._members, self._world = coordinator, members, world
+        self._spec, self._state = job.spec, job.state
+        self._coordinator, self._members, self._world = job.coordinator, job.members, job.world
         self._disk, self._quarantine, self._health = disk, quarantine, health
 
     async def run(self, reached: int, survivors: LivingRanks) -> RestorePlan:
@@ -177,8 +170,9 @@ class Recovery:
             kept=() if reshaped else kept_ranks(admitted),
             sources=sources,
             reshaped=reshaped,
+            reached=reached,
         )
-        self._emit_restoring(plan, memory, choice, reached)
+        self._emit_restoring(plan, memory, choice)
         return plan
 
     def _from_memory(self, admitted: Inventories) -> tuple[Decision, m.Sources]:
@@ -247,13 +241,11 @@ class Recovery:
                 f"either ({where}). To start again from nothing, add --from-scratch"
             )
 
-    def _emit_restoring(
-        self, plan: RestorePlan, memory: Decision, choice: Choice, reached: int
-    ) -> None:
+    def _emit_restoring(self, plan: RestorePlan, memory: Decision, choice: Choice) -> None:
         if plan.decision.snapshot is None:
             return
         text, source = plan.describe()
-        lost = max(0, reached - plan.decision.iteration) if reached >= 0 else None
+        lost = max(0, plan.reached - plan.decision.iteration) if plan.reached >= 0 else None
         if lost is not None:
             text += f"; {lost} iterations are lost"
         if plan.disk is not None:

@@ -18,14 +18,12 @@ from megatron_ft.core.identity import CHEAPEST, HOLD, SHRINK, STOP
 from megatron_ft.launchers.returning import ReturningHosts
 from megatron_ft.launchers.slurm.allocation import ReplacementHosts
 from megatron_ft.supervisor import recovery_cost as cost
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.elastic import nodes_left
 from megatron_ft.supervisor.event_log import EVENTS, RecordedEvent, read_events
-from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.job_context import JobContext
 from megatron_ft.supervisor.ledger import ENDED, SUPERVISING, timeline
-from megatron_ft.supervisor.membership import Membership, NoSpareError
+from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
-from megatron_ft.supervisor.spec import JobSpec
 
 log = logging.getLogger(__name__)
 
@@ -42,16 +40,13 @@ class NoSparePolicy:
 
     def __init__(
         self,
-        spec: JobSpec,
-        state: JobState,
-        members: Membership,
-        coordinator: Coordinator,
+        job: JobContext,
         quarantine: QuarantinePolicy,
         hosts: ReplacementHosts | ReturningHosts | None,
     ) -> None:
         self.way, self.in_vain = STOP, False
-        self._spec, self._state, self._members = spec, state, members
-        self._coordinator, self._quarantine, self._hosts = coordinator, quarantine, hosts
+        self._spec, self._state, self._members = job.spec, job.state, job.members
+        self._coordinator, self._quarantine, self._hosts = job.coordinator, quarantine, hosts
         self._unasked, self._began = isinstance(hosts, ReturningHosts), time.monotonic()
 
     def recovered(self) -> None:

@@ -15,6 +15,7 @@ from megatron_ft.core.environment import STARTS
 from megatron_ft.core.errors import (
     ConfigError,
     LayoutMismatchError,
+    MegatronFTError,
     RegistrationError,
 )
 from megatron_ft.core.identity import RankRule, ShardPlacement
@@ -38,16 +39,17 @@ class Registration:
     """Ranks that have said hello, and those that have brought a layout, in this incarnation.
 
     ``unfit`` is the last word of a rank that cannot use its snapshot with this command; ``late``
-    is what was said of ranks that are late, while they are.
+    is what was said of ranks that are late, while they are.  ``refused`` as of ``refuse``.
     """
 
     world_size: int
     domains: Domains = field(default_factory=dict)
-    hellos: dict[str, tuple[str, m.Hello]] = field(default_factory=dict)
-    layouts: dict[str, m.Prepare] = field(default_factory=dict)
-    complete: asyncio.Event = field(default_factory=asyncio.Event)
-    unfit: m.Unfit | None = None
-    late: str = ""
+    hellos: dict[str, tuple[str, m.Hello]] = field(init=False, default_factory=dict)
+    layouts: dict[str, m.Prepare] = field(init=False, default_factory=dict)
+    complete: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    unfit: m.Unfit | None = field(init=False, default=None)
+    late: str = field(init=False, default="")
+    refused: MegatronFTError | None = field(init=False, default=None)
 
     def on_event(self, event: m.NodeEvent) -> None:
         """Record a registration event."""
@@ -60,6 +62,10 @@ class Registration:
         if len(self.layouts) == self.world_size and self.layouts.keys() <= self.hellos.keys():
             self.complete.set()
             self.late = ""
+
+    def refuse(self, error: MegatronFTError) -> None:
+        """This incarnation cannot train: its trainers end with this error."""
+        self.refused = error
 
     async def wait(self, timeout: float, warn: Callable[[str], None]) -> None:
         """Wait until every rank has registered; RegistrationError names those that have not.

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 import msgspec
 
@@ -21,11 +22,10 @@ from megatron_ft.core.identity import SnapshotId
 from megatron_ft.erasure.stripes import padded_bytes
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.connections import ARENA_TIMEOUT_SECONDS
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.drains import Drains
-from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.membership import Membership
+from megatron_ft.supervisor.ends import ArenaRemoved
+from megatron_ft.supervisor.job_context import JobContext
 from megatron_ft.supervisor.orders import (
     bytes_by_node,
     create_requests,
@@ -42,29 +42,30 @@ LOOK_SECONDS = 0.05
 TELL_SECONDS = 5.0
 """Time after which a rank that has not gone into its new arena hears of it again."""
 
+MOST_INTERVALS = 10
+"""A restart for the sake of a new arena repeats at most the iterations of this many intervals."""
 
-@dataclass(kw_only=True)
+
+@dataclass
 class ArenaRenewal:
     """Serves the ranks of one incarnation that have outgrown their arenas.
 
     Larger ones get the first of ``slot_counts`` that fits.
     """
 
+    job: JobContext
     plan: RestorePlan
-    state: JobState
-    coordinator: Coordinator
-    members: Membership
     registration: Registration
     drains: Drains
-    stripes: tuple[StripeState, ...] = ()
-    slot_counts: tuple[int, ...] = ()
-    _wanted: dict[str, int] = field(default_factory=dict)
-    _asked: asyncio.Event = field(default_factory=asyncio.Event)
-    _away: set[str] = field(default_factory=set)
-    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    _renewed_at: Committed | None = None
-    _told: str = ""
-    _unattached: dict[str, str] = field(default_factory=dict)
+    stripes: tuple[StripeState, ...] = field(init=False, default=())
+    slot_counts: tuple[int, ...] = field(init=False, default=())
+    _wanted: dict[str, int] = field(init=False, default_factory=dict)
+    _asked: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _away: set[str] = field(init=False, default_factory=set)
+    _arrived: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _renewed_at: Committed | None = field(init=False, default=None)
+    _told: str = field(init=False, default="")
+    _unattached: dict[str, str] = field(init=False, default_factory=dict)
 
     def begin(self, stripes: tuple[StripeState, ...], slot_counts: tuple[int, ...]) -> None:
         """Snapshots are about to be permitted, into arenas of these stripes."""
@@ -84,7 +85,7 @@ class ArenaRenewal:
         elif isinstance(body, m.Unattached):
             self._warn_of(body)
 
-    async def serve(self) -> None:
+    async def serve(self) -> NoReturn:
         """Make what is asked for, until cancelled.
 
         An error ends this incarnation: the next one takes the arenas that were there before.
@@ -92,15 +93,15 @@ class ArenaRenewal:
         while True:
             await self._asked.wait()
             self._asked.clear()
-            cycle, larger = self.coordinator.cycle, enlarged(self.stripes, self._wanted)
+            cycle, larger = self.job.coordinator.cycle, enlarged(self.stripes, self._wanted)
             if cycle is None or larger == self.stripes:
                 continue
-            self.coordinator.hold_for_renewal(holding=True)
+            self.job.coordinator.hold_for_renewal(holding=True)
             while not cycle.ready:
                 await asyncio.sleep(LOOK_SECONDS)
             if self._may_begin():
                 await self._renew(cycle, larger)
-            self.coordinator.hold_for_renewal(holding=False)
+            self.job.coordinator.hold_for_renewal(holding=False)
 
     def _warn_of(self, unattached: m.Unattached) -> None:
         """Say once for each reason why no snapshots are taken."""
@@ -108,7 +109,7 @@ class ArenaRenewal:
         if self._unattached.get(shard) == reason:
             return
         self._unattached[shard] = reason
-        self.coordinator.observers.emit(
+        self.job.coordinator.observers.emit(
             "not_attached",
             f"{shard} cannot use its larger arena ({reason}): no rank's snapshots are taken until "
             f"it can. Training continues, and the newest snapshot stays. It is tried again every "
@@ -122,18 +123,18 @@ class ArenaRenewal:
 
         A rank asks again with each snapshot that is given up for want of room.
         """
-        since = self.coordinator.standing.committed != self._renewed_at
-        return not (self.state.record.sources and since)
+        since = self.job.coordinator.standing.committed != self._renewed_at
+        return not (self.job.state.record.sources and since)
 
     async def _renew(self, cycle: SnapshotCycle, stripes: tuple[StripeState, ...]) -> None:
         """Replace all arenas, or leave them as they are if there is no memory for others."""
-        plan, places, coordinator = self.plan, cycle.places, self.coordinator
+        plan, places, coordinator = self.plan, cycle.places, self.job.coordinator
         keep = self._keep()
         try:
             asked = await self._fitting(stripes, places, keep)
         except ArenaMemoryError as error:
             return self._refuse(str(error))
-        self.members.make_sources()
+        self.job.members.make_sources()
         reach("renewal.noted")
         await self._ask({node: m.SetAside(plan.incarnation, keep) for node in cycle.nodes})
         reach("renewal.aside")
@@ -151,12 +152,12 @@ class ArenaRenewal:
 
     def _keep(self) -> tuple[SnapshotId, ...]:
         """The snapshots that a crash of trainers, and the loss of a node, would fall back to."""
-        known = (self.coordinator.standing.committed, self.coordinator.standing.protected)
+        known = (self.job.coordinator.standing.committed, self.job.coordinator.standing.protected)
         return tuple({one[0] for one in known if one is not None})
 
     async def _ask(self, requests: Mapping[str, m.Message]) -> None:
         """As ``Connections.ask_all``, for what may take long."""
-        links = self.coordinator.links
+        links = self.job.coordinator.links
         await asyncio.gather(
             *(links[node].demand(one, ARENA_TIMEOUT_SECONDS) for node, one in requests.items())
         )
@@ -196,23 +197,23 @@ class ArenaRenewal:
         if reason != self._told:
             text = "a state has outgrown its arena, and larger ones do not fit: its newest snapshot"
             text += f" stays, and none is taken; training continues. {reason}"
-            self.coordinator.observers.emit("no_room", text)
+            self.job.coordinator.observers.emit("no_room", text)
         self._told = reason
 
     def _note(self, stripes: tuple[StripeState, ...], cycle: SnapshotCycle) -> None:
         """Have everything that is planned from here on be of the new arenas."""
-        self.stripes, self._renewed_at = stripes, self.coordinator.standing.committed
+        self.stripes, self._renewed_at = stripes, self.job.coordinator.standing.committed
         layouts = self.registration.layouts
         for shard, size in self._wanted.items():
             layouts[shard] = msgspec.structs.replace(layouts[shard], required_bytes=size)
-        placements = self.registration.placements()
-        self.state.update(shards=placements)
+        placements, state = self.registration.placements(), self.job.state
+        state.update(shards=placements)
         cycle.renewed(stripe_orders(stripes, cycle.places, self.plan.active))
         self.drains.reseat(placements)
 
     async def _return(self, cycle: SnapshotCycle) -> None:
         """Make the sources arenas again."""
-        plan, committed = self.plan, self.coordinator.standing.committed
+        plan, committed = self.plan, self.job.coordinator.standing.committed
         newest = None if committed is None else committed.snapshot
         kept = shards_by_node(cycle.places, cycle.places)
         await self._ask(
@@ -221,8 +222,7 @@ class ArenaRenewal:
                 for node, shards in kept.items()
             }
         )
-        seats = self.state.record.source_seats
-        self.state.update(shards=seats, sources={}, source_seats={})
+        self.job.members.returned()
         await self._move(cycle)
 
     async def _move(self, cycle: SnapshotCycle) -> None:
@@ -255,3 +255,30 @@ def enlarged(stripes: Sequence[StripeState], wanted: Mapping[str, int]) -> tuple
         )
         for stripe in stripes
     )
+
+
+async def until_arena_missing(job: JobContext, nodes: Sequence[str]) -> ArenaRemoved:
+    """The failure of an arena whose file is gone, where memory serves without it.
+
+    Trainers continue to write into what nobody else can open, and only their next start makes a
+    new arena.  Where memory does not serve, or only with an old snapshot (they were paused),
+    trainers hold the better state.  The decision waits for a while, as what removes files on
+    one node may be about to remove them on others.
+    """
+    coordinator = job.coordinator
+    coordinator.forget_missing()  # of earlier incarnations: this one has made new arenas
+    while True:
+        await coordinator.arena_missing.wait()
+        reached = max(coordinator.progress.values(), default=-1)
+        await coordinator.settle_missing()
+        serves, cycle = coordinator.fallbacks().crash, coordinator.cycle
+        most = 0 if cycle is None else MOST_INTERVALS * cycle.schedule.spacing
+        found = "nothing" if serves is None else f"only iteration {serves.iteration}"
+        for node in nodes:
+            if not (text := coordinator.missing.get(node)):
+                continue
+            if serves is not None and reached - serves.iteration <= most:
+                return ArenaRemoved(f"{node}: {text}", node)
+            then = f"memory serves {found} without it, and no snapshot is taken before "
+            then += "trainers start again: training continues"
+            job.emit("damaged", f"{node}: {text}; {then}", node=node)

@@ -185,8 +185,13 @@ class ReplicaWatch:
         self.differ.set()
         return text
 
-    def undo(self, held: Collection[tuple[SnapshotId, int]]) -> tuple[int, ReplicasDiffer]:
-        """The iteration from which on nothing is to be restored, and the failure that this is.
+    async def until_differ(self) -> ReplicasDiffer:
+        """Wait until a snapshot is given up; ``undo`` is due then."""
+        await self.differ.wait()
+        return self._failure
+
+    def undo(self, held: Collection[tuple[SnapshotId, int]]) -> int:
+        """The iteration from which on nothing is to be restored.
 
         ``held`` are the snapshots in memory and on disk, and their iterations.  The newest in which
         replicas were equal is good; if none of them was compared the newest has to do.
@@ -194,4 +199,4 @@ class ReplicaWatch:
         self.differ.clear()
         found = dict(held)
         good = max({*found} & {*self._equal} or found, default=None)
-        return self._iteration if good is None else found[good] + 1, self._failure
+        return self._iteration if good is None else found[good] + 1

@@ -48,7 +48,7 @@ class RestorePlan:
     process was released and waits to train again; ``decided`` is when this was
     decided.  ``sources`` is what becomes of shards of an older layout; if they return, they are
     the shards of ``places``.  ``reshaped`` says that the ranks to come have another layout than
-    the snapshot.
+    the snapshot.  ``reached`` is the last iteration before the failure, -1 if none is known.
     """
 
     decision: Decision
@@ -61,6 +61,7 @@ class RestorePlan:
     kept: tuple[int, ...] = ()
     sources: m.Sources = "drop"
     reshaped: bool = False
+    reached: int = -1
     decided: float = field(default_factory=time.monotonic)
 
     def adoption(self, node: str) -> m.Adopt:
@@ -74,6 +75,11 @@ class RestorePlan:
     def nodes(self) -> tuple[str, ...]:
         """The nodes that train, and behind them others that hold shards of the snapshot."""
         return tuple(dict.fromkeys((*self.active, *sorted(self.places.values()))))
+
+    @property
+    def behind(self) -> int:
+        """The iteration up to which training repeats what was lost, -1 if nothing was."""
+        return self.reached if self.reached > self.decision.iteration else -1
 
     def origins(self) -> dict[str, str]:
         """Origin of each shard's bytes: "memory" of its own node, "parity" or "disk"."""

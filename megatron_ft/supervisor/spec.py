@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -96,6 +97,11 @@ class JobSpec:
     def arguments_for(self, nodes: int) -> tuple[str, ...]:
         """Further arguments of the training command on so many nodes; none on all of them."""
         return self.shapes.get(nodes) or ()
+
+    def shape_note(self, nodes: int) -> str:
+        """The arguments of --shapes with which ranks train, as the end of a sentence."""
+        words = shlex.join(self.arguments_for(nodes))
+        return f" with {words}, which --shapes gives for {nodes} nodes" if words else ""
 
     @property
     def checkpoint_dir(self) -> Path | None:

@@ -36,13 +36,10 @@ from megatron_ft.core.process_tools import in_thread
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.launchers.returning import ReturningHosts
 from megatron_ft.launchers.slurm.allocation import ReplacementHosts
-from megatron_ft.rpc.sockets import JobKeys
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.disk_restore import DiskRestores, LoadError
-from megatron_ft.supervisor.drains import Drains, noted_places
-from megatron_ft.supervisor.elastic import more_nodes, nodes_without, shrink
+from megatron_ft.supervisor.drains import Drains
+from megatron_ft.supervisor.elastic import shrink
 from megatron_ft.supervisor.emergency_drain import EmergencyDrain
-from megatron_ft.supervisor.encoder_world import EncoderWorld, WorldKeeper
 from megatron_ft.supervisor.ends import (
     Asked,
     End,
@@ -56,15 +53,15 @@ from megatron_ft.supervisor.ends import (
     RebuildFailed,
 )
 from megatron_ft.supervisor.evacuation import Evacuations
-from megatron_ft.supervisor.events import JobEvent, Observers
-from megatron_ft.supervisor.evidence import FOLDER, EvidenceKeeper
+from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.evidence import EvidenceKeeper
 from megatron_ft.supervisor.health import Health
 from megatron_ft.supervisor.incarnation import Incarnation
+from megatron_ft.supervisor.job_context import JobContext
 from megatron_ft.supervisor.job_state import STATUS, JobState
 from megatron_ft.supervisor.ledger import ENDED, SUPERVISING
-from megatron_ft.supervisor.membership import Membership, NoSpareError
+from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.outcome import JobEnding, Outcome
-from megatron_ft.supervisor.processes import TrainerFleet
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
 from megatron_ft.supervisor.recovery import Recovery
 from megatron_ft.supervisor.recovery_policy import NoSparePolicy
@@ -97,75 +94,27 @@ class Supervisor:
         state: JobState,
         hosts: ReplacementHosts | ReturningHosts | None = None,
     ) -> None:
-        self.spec, self.state, self.observers = spec, state, Observers()
-        self._launcher, self._hosts = launcher, hosts
-        self.trainers = TrainerFleet(launcher, spec)
-        encoders = EncoderWorld(launcher, spec)
-        self.coordinator = Coordinator(
-            JobKeys.derive(state.record.secret),
-            self.observers,
-            encoders.end,
-            spec.timing,
-            spec.settings.scrub_percent,
-        )
-        self.world = WorldKeeper(encoders, self.coordinator)
-        self.members = Membership(spec, launcher, state, self.coordinator)
-        places = noted_places(state.record.disk, spec)
-        if places != state.record.disk:
-            state.update(disk=places)
-        self.drains = Drains(
-            spec,
-            launcher,
-            state.record.job,
-            self.coordinator,
-            self.members.spares_gone,
-            places.drain_mount,
-        )
-        self._disk = DiskRestores(spec, launcher)
-        self._quarantine = QuarantinePolicy(
-            state, self.coordinator, spec.settings.quarantine_iterations, spec.checkpoint_dir
-        )
-        self.health = Health(spec, launcher, state, self.coordinator, self.members)
-        self._recovery = Recovery(
-            spec,
-            state,
-            self.coordinator,
-            self.members,
-            self.world,
-            self._disk,
-            self._quarantine,
-            self.health,
-        )
-        self._policy = NoSparePolicy(
-            spec, state, self.members, self.coordinator, self._quarantine, hosts
-        )
-        self._emergency = EmergencyDrain(
-            spec, state, self.coordinator, self.members, self.drains, self._recovery
-        )
+        self.spec, self.state, self._launcher, self._hosts = spec, state, launcher, hosts
+        self._job = job = JobContext.of(spec, launcher, state)
+        self.observers, self.coordinator, self.members = job.observers, job.coordinator, job.members
+        self.trainers, self.world = job.trainers, job.world
+        self.drains, self._disk = Drains(job), DiskRestores(spec, launcher)
+        near = spec.settings.quarantine_iterations
+        self._quarantine = QuarantinePolicy(state, job.coordinator, near, spec.checkpoint_dir)
+        self.health = Health(job)
+        self._recovery = Recovery(job, self._disk, self._quarantine, self.health)
+        self._policy = NoSparePolicy(job, self._quarantine, hosts)
+        self._emergency = EmergencyDrain(job, self.drains, self._recovery)
         self._pacing = Pacing(
             spec.settings.overhead_percent / 100,
             3600 * spec.settings.expected_mtbf_hours,
             self.observers,
         )
-        self.coordinator.listen(self._pacing.on_event)
-        redundant = bool(spec.scheme.parity_members)
-        self.evacuations = Evacuations(
-            launcher,
-            self.coordinator,
-            self.members,
-            self.world,
-            self.health,
-            redundant,
-            partial(more_nodes, spec, state, self.members),
-            partial(nodes_without, spec, state, self.members),
-        )
-        self._watch = JobWatch(self.coordinator, spec.settings, spec.log_dir)
-        self._evidence = EvidenceKeeper(
-            state.folder / FOLDER, str(state.record.job), launcher, self.coordinator, self.trainers
-        )
-        self.ending = JobEnding(
-            spec, state, self.coordinator, self.members, self.drains, self._emergency
-        )
+        self.evacuations = Evacuations(job, self.health)
+        self._watch = JobWatch(job.coordinator, spec.settings, spec.log_dir)
+        self._evidence = EvidenceKeeper(job)
+        self.ending = JobEnding(job, self.drains, self._emergency)
+        job.coordinator.listen(self._pacing.on_event)
         self.observers.subscribe(self._note_commit)
         self.summary = JobSummary(
             self.coordinator,
@@ -346,24 +295,16 @@ class Supervisor:
             await self._emergency.run(error.admitted)
             raise
         self._policy.recovered()
-        self.evacuations.restored(plan, self._reached)
-        incarnation = Incarnation(
-            plan=plan,
-            reached=self._reached,
-            spec=self.spec,
-            launcher=self._launcher,
-            state=self.state,
-            coordinator=self.coordinator,
-            members=self.members,
-            trainers=self.trainers,
-            world=self.world,
-            quarantine=self._quarantine,
-            pacing=self._pacing,
-            drains=self.drains,
-            watch=self._watch,
-            evacuations=self.evacuations,
-        )
-        return await incarnation.run()
+        self.evacuations.restored(plan)
+        return await Incarnation(
+            self._job,
+            plan,
+            self._quarantine,
+            self._pacing,
+            self.drains,
+            self._watch,
+            self.evacuations,
+        ).run()
 
     async def _hold_for_hosts(self, missing: int) -> bool:
         """Wait for ``missing`` hosts; whether all have come.  SMPs and memory stay meanwhile.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,6 +19,7 @@ from megatron_ft.supervisor import drains as module
 from megatron_ft.supervisor.damage import DamagedShards
 from megatron_ft.supervisor.drains import Drains
 from megatron_ft.supervisor.events import JobEvent, Observers
+from megatron_ft.supervisor.job_state import DiskPlaces, JobState
 from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.schedule import Skips
 from megatron_ft.supervisor.slot_choice import SlotChoice
@@ -131,10 +132,18 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
         settings=SnapshotConfig(drain_dir=tmp_path / "disk", drain_interval=NEVER),
         log_dir=tmp_path,
     )
-    drains = Drains(
-        spec, cast(Any, Launcher()), uuid.uuid4(), cast(Any, coordinator), lambda: bool(lost)
-    )
-    return World(coordinator, steps, drains, lost)
+    with JobState(tmp_path / "state", "j") as state:
+        # The disk that a step of this test writes to is not looked at.
+        monkeypatch.setattr(module, "noted_places", lambda before, spec: DiskPlaces())
+        job = SimpleNamespace(
+            spec=spec,
+            launcher=Launcher(),
+            state=state,
+            coordinator=coordinator,
+            observers=coordinator.observers,
+            members=SimpleNamespace(spares_gone=lambda: bool(lost)),
+        )
+        return World(coordinator, steps, Drains(cast(Any, job)), lost)
 
 
 async def test_an_urgent_drain_that_fails_is_tried_until_one_is_complete(world: World) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.ends import TrainerFailed
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.evidence import EvidenceKeeper, _Seen, read_kept
 from megatron_ft.supervisor.heartbeats import Heartbeats
-from megatron_ft.supervisor.processes import TrainerFleet
+from megatron_ft.supervisor.job_context import JobContext
+from megatron_ft.supervisor.job_state import JobState
 
 
 @dataclass
@@ -44,8 +45,15 @@ def test_the_versions_are_those_of_the_trainers(tmp_path: Path) -> None:
     """This process may find other releases, and may hear of ranks that say nothing."""
     nodes = Nodes()
     cluster = VirtualCluster("job", ["n0"], tmp_path / "arenas")
-    fleet, coordinator = cast(TrainerFleet, nodes), cast(Coordinator, nodes)
-    keeper = EvidenceKeeper(tmp_path / "kept", "job", cluster, coordinator, fleet)
+    with JobState(tmp_path / "kept", "job") as state:
+        job = SimpleNamespace(
+            state=state,
+            launcher=cluster,
+            coordinator=nodes,
+            trainers=nodes,
+            observers=nodes.observers,
+        )
+        keeper = EvidenceKeeper(cast(JobContext, job))
     versions = {"python": "3.9.2", "megatron-core": "0.20.0", "torch": "2.12.1"}
     hello = m.Hello(1, 0, 0, "dp0", (0,), 3, versions=versions)
     nodes.hear(hello)

@@ -47,14 +47,8 @@ def test_a_rank_that_cannot_use_its_arena_is_named_once_for_each_reason() -> Non
     observers = Observers()
     observers.subscribe(said.append)
     none: Any = None
-    renewal = ArenaRenewal(
-        plan=none,
-        state=none,
-        coordinator=cast(Any, SimpleNamespace(observers=observers)),
-        members=none,
-        registration=none,
-        drains=none,
-    )
+    job = SimpleNamespace(coordinator=SimpleNamespace(observers=observers))
+    renewal = ArenaRenewal(cast(Any, job), none, none, none)
     for reason in ("no memory", "no memory", "no device"):
         body = m.Unattached("pp0-tp0-dp1-ep0", reason)
         renewal.on_event(m.NodeEvent("n0", 1, body))

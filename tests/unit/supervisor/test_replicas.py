@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -132,7 +133,10 @@ class Watched:
         found = reports(*values)
         return self.watch.judge(PLACES, SnapshotId(7, sequence), 10 * sequence, found)
 
-    def undo(self, *sequences: int) -> tuple[int, ReplicasDiffer]:
+    def failure(self) -> ReplicasDiffer:
+        return asyncio.run(self.watch.until_differ())
+
+    def undo(self, *sequences: int) -> int:
         return self.watch.undo([(SnapshotId(7, s), 10 * s) for s in sequences])
 
 
@@ -145,8 +149,8 @@ def test_a_difference_ends_the_incarnation_and_names_the_node() -> None:
     assert (event.kind, event.text) == ("replicas_differ", reason)
     assert event.fields["shards"] == ["dp2"] and event.fields["nodes"] == ["n2"]
     assert watched.watch.differ.is_set()
-    before, failure = watched.undo(1)
-    assert before == 11 and not watched.watch.differ.is_set()
+    failure = watched.failure()
+    assert watched.undo(1) == 11 and not watched.watch.differ.is_set()
     assert (failure.node, failure.training) == ("n2", False)
 
 
@@ -164,8 +168,7 @@ def test_where_nobody_is_the_odd_one_no_node_is_blamed() -> None:
     watched = Watched()
     watched.judge(1, "a", "a", "a")
     watched.judge(2, "a", "b", "c")
-    _, failure = watched.undo(1)
-    assert failure.node == ""
+    assert watched.failure().node == ""
 
 
 @pytest.mark.parametrize(
@@ -184,7 +187,7 @@ def test_the_newest_snapshot_that_was_compared_is_resumed_from(
     for sequence in (1, 2):
         watched.judge(sequence, "a", "a", "a")
     assert watched.judge(4, "a", "b", "a")
-    assert watched.undo(*held)[0] == before
+    assert watched.undo(*held) == before
 
 
 def test_snapshots_without_digests_are_not_counted_as_compared() -> None:
@@ -192,7 +195,7 @@ def test_snapshots_without_digests_are_not_counted_as_compared() -> None:
     assert watched.watch.judge(PLACES, SnapshotId(7, 1), 10, dict.fromkeys(SHARDS, ())) == ""
     watched.judge(2, "a", "a", "a")
     watched.judge(3, "a", "b", "a")
-    assert watched.undo(1, 2)[0] == 21
+    assert watched.undo(1, 2) == 21
 
 
 def test_an_error_of_the_comparison_costs_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
