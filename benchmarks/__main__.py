@@ -36,7 +36,7 @@ from benchmarks.reshape import measure as reshapes
 from benchmarks.restart import measure as restarts
 from benchmarks.stripe import rows as stripes
 from benchmarks.table import Row, as_json, markdown
-from tests.support.soak import __main__ as soak
+from tests.support.campaign import __main__ as campaign
 
 VECTORS = ("avx2", "avx512bw", "vpclmulqdq", "gfni")
 """Instructions that copies, CRCs and parity use where they are there, as Linux calls them."""
@@ -102,8 +102,8 @@ def _peers(options: argparse.Namespace) -> int:
 def _restart(options: argparse.Namespace) -> int:
     """Restarts after faults; 1 if a limit is missed or one of them could not be measured."""
     if options.soak:
-        shape = ["--nodes", "4", "--ranks-per-node", "1", "--spares", "1"]
-        return soak.main(["--restarts", str(options.soak), *shape])
+        words = ["--restarts", str(options.soak), "--protect", "rs:3+1", "--minutes", "60"]
+        return campaign.main(words)
     place, report = _place(_where("cpu")), restarts.Report(options.seeds)
     try:
         for way in options.only or restarts.WAYS:

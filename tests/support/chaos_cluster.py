@@ -26,6 +26,7 @@ from megatron_ft.launchers.world import WorldProcess
 from tests.support.warm_host import WarmHost, warm
 
 CLUSTER_CLASS = "tests.support.chaos_cluster:EquippedCluster"
+SOAK_CLUSTER = "tests.support.chaos_cluster:SoakCluster"
 
 AWAY_NAME = "scheduler-away"
 """While the job's folder has a file of this name, its scheduler starts nothing."""
@@ -95,6 +96,18 @@ class EquippedCluster(ChaosCluster):
         """Start or fork the supervisor."""
         words = warm(self._supervisor_warm, argv[1:]) if self._supervisor_warm else argv
         return super().start_supervisor(words, env, log_path)
+
+
+class SoakCluster(EquippedCluster):
+    """A cluster of which only trainers are forked: SMPs are measured as a user has them."""
+
+    def __init__(self, job: JobFile) -> None:
+        super().__init__(job)
+        self._supervisor_warm = ""
+
+    def forks(self, role: str) -> bool:
+        """Whether processes in a role are forked."""
+        return role == "trainer" and super().forks(role)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,8 +1,11 @@
 """Run long jobs of all schemes and transports, with faults of all kinds at random times.
 
     python -m tests.support.campaign --seed 7 --minutes 30
+    python -m tests.support.campaign --soak 1000 --faults 25 --protect rs:3+1 --stripes 2
+    python -m tests.support.campaign --restarts 200 --protect rs:3+1
 
-Exit codes: 0 every promise was kept, 1 one was broken, or nothing struck.
+A soak is one job that takes snapshots as often as it can and whose processes must not grow.
+Exit codes: 0 every promise was kept, 1 one was broken, a process grew, or nothing struck.
 """
 
 from __future__ import annotations
@@ -26,10 +29,11 @@ import msgspec
 from megatron_ft.cli.chaos.job import ChaosSettings
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
-from tests.support.campaign.plan import SCHEMES, WEIGHTS, JobPlan, jobs
+from tests.support.campaign.growth import RESTARTED_ROLES, ROLES, Growth, growth_table, judge
+from tests.support.campaign.plan import SCHEMES, WEIGHTS, JobPlan, jobs, soak
 from tests.support.campaign.rule import OUTCOMES
 from tests.support.campaign.run import EpisodeResult, Limits, run_campaign, table
-from tests.support.chaos_cluster import CLUSTER_CLASS
+from tests.support.chaos_cluster import CLUSTER_CLASS, SOAK_CLUSTER
 from tests.support.warm_host import WarmHost
 
 
@@ -50,6 +54,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--limit-seconds", type=float, default=60.0, help="longest wait (%(default)s)"
     )
+    parser.add_argument("--soak", type=int, default=0, help="one job, this many snapshots")
+    parser.add_argument("--restarts", type=int, default=0, help="one job, this many in a row")
+    parser.add_argument("--stripes", type=int, default=1, help="of the job (%(default)s)")
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="of the job (%(default)s)")
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
     parser.add_argument("--json", type=Path, help="write every episode to this file")
     return parser
@@ -71,6 +79,9 @@ def main(words: Sequence[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="mft-chaos-"))
     warm = WarmHost()
     limits = Limits(arguments.faults, time.monotonic() + 60 * arguments.minutes)
+    growth = Growth() if arguments.soak or arguments.restarts else None
+    if growth is not None:
+        plans = iter([_soak(arguments)])
     results: list[EpisodeResult] = []
 
     def on_result(result: EpisodeResult) -> None:
@@ -83,18 +94,39 @@ def main(words: Sequence[str] | None = None) -> int:
             folder,
             seed=arguments.seed,
             lease=arguments.lease_seconds,
-            limit=arguments.limit_seconds,
-            cluster_class=CLUSTER_CLASS,
-            warm=warm.path,
+            limit=arguments.limit_seconds * (1 if growth is None else 4),
+            cluster_class=CLUSTER_CLASS if growth is None else SOAK_CLUSTER,
+            warm="" if arguments.restarts else warm.path,
         )
-        run_campaign(plans, settings, limits, arguments.jobs, on_result)
+        run_campaign(plans, settings, limits, arguments.jobs, on_result, growth)
     finally:
         warm.close()
     print("\n".join(["", summary(results), "", *table(results, OUTCOMES)]))
     good = all(result.ruling.good for result in results) and any(r.faults for r in results)
+    if growth is not None:
+        lines = judge(growth.samples, roles=RESTARTED_ROLES if arguments.restarts else ROLES)
+        print("\n".join(["", *growth_table(lines)]))
+        good &= all(line.flat for line in lines)
     if good:
         shutil.rmtree(folder, ignore_errors=True)
     return 0 if good else 1
+
+
+def _soak(arguments: argparse.Namespace) -> JobPlan:
+    shape = JobPlan(
+        number=0,
+        protect=arguments.protect or SCHEMES[0],
+        transport="auto",
+        spares=max(1, arguments.stripes),
+        slots=2,
+        drains=False,
+        episodes=(),
+        stripes=arguments.stripes,
+        ranks_per_node=arguments.ranks_per_node,
+    )
+    faults = min(arguments.faults, arguments.soak // 40)
+    sizes = {"snapshots": arguments.soak, "faults": faults, "restarts": arguments.restarts}
+    return soak(arguments.seed, shape, **sizes)
 
 
 def line(result: EpisodeResult, arguments: argparse.Namespace) -> str:

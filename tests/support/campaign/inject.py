@@ -8,14 +8,18 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from megatron_ft.cli.chaos.follow import Follower, until
 from megatron_ft.cli.chaos.inject import RETURN_SECONDS, Injector, send
-from megatron_ft.core.environment import SOCKET_NAME
-from megatron_ft.core.errors import ArenaError
+from megatron_ft.core.environment import HOST_SOCKET_NAME, SOCKET_NAME
+from megatron_ft.core.errors import ArenaError, MegatronFTError
+from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.local_query import ask, sockets
 from megatron_ft.smp.node_folder import STATE_NAME
 from megatron_ft.smp.processes import WRITERS_NAME
 from tests.support import damage
+from tests.support.campaign import plan as p
 from tests.support.campaign.plan import ENCODERS_AWAY, SCHEDULER_AWAY, DrawnFault
 from tests.support.chaos_cluster import AWAY_NAME
 from tests.support.frozen_disk import FrozenDisk, stuck
@@ -51,6 +55,9 @@ class CampaignInjector(Injector):
         kind, _, what = fault.kind.partition("-")
         if fault.kind == "kill-smp-at-start":
             await self._kill_at_start(node, fault)
+        elif fault.kind == p.KILL_HOST:
+            self.kill("host", node)
+            self._kill("trainer", node)
         elif kind == "kill":
             self._kill(what, node)
         elif kind == "stop":
@@ -67,6 +74,12 @@ class CampaignInjector(Injector):
             await self._cut_drain(fault)
         elif fault.kind == "hang-disk":
             await self._hang_disk()
+        elif fault.kind == p.PAUSE:
+            self._record("snapshots paused", away=False)
+            self._pause(True)
+            self.later(RETURN_SECONDS, lambda: self._pause(False), "snapshots resumed")
+        elif fault.kind == p.RETURN_NODE:
+            self.lose([node], keep=True)
         elif fault.kind == SCHEDULER_AWAY:
             self._keep_scheduler_away(fault, node)
         elif fault.kind == ENCODERS_AWAY:
@@ -74,7 +87,8 @@ class CampaignInjector(Injector):
         else:
             _ON_FILES[fault.kind](self, node)
             shows = what.startswith(("socket", "state"))
-            self._follow("trainers" if shows else fault.then, node)
+            if fault.kind != p.HIDE_HOST:
+                self._follow("trainers" if shows else fault.then, node)
 
     def _has_record(self) -> bool:
         return (self.job.state_dir / "job.json").exists()
@@ -132,8 +146,9 @@ class CampaignInjector(Injector):
         self.lose(chance.sample(self._active, min(count, len(self._active))))
 
     def lose(self, nodes: Sequence[str], *, keep: bool = False) -> None:
-        """Lose nodes; they are back soon, empty, so that a job has as many spares as before."""
-        self._record(f"{', '.join(nodes)} lost with its memory", lost=tuple(nodes), away=True)
+        """Lose nodes; they are back soon, so that a job has as many spares as before."""
+        words = "lost" if keep else "lost with its memory"
+        self._record(f"{', '.join(nodes)} {words}", lost=tuple(nodes), away=True)
         self.restarts = self.quiet
         super().lose(nodes, keep=keep)
         self.later(RETURN_SECONDS, lambda: self.revive(nodes), f"{', '.join(nodes)} back")
@@ -260,6 +275,16 @@ class CampaignInjector(Injector):
             self.disk.thaw()
         super().tidy()
 
+    def _pause(self, pause: bool) -> None:
+        for path in sockets(self.cluster.root, self.job.name):
+            # One node's word is enough; a spare's SMP may be starting.
+            with suppress(MegatronFTError):
+                ask(path, m.Pause(pause))
+
+    def _hide_host(self, node: str) -> None:
+        (self.cluster.node_dir(node) / HOST_SOCKET_NAME).unlink(missing_ok=True)
+        self._kill("trainer", node)
+
     def _remove_socket(self, node: str) -> None:
         self._record(f"the socket of {node} removed", perhaps=(node,), away=False)
         (self.cluster.node_dir(node) / SOCKET_NAME).unlink(missing_ok=True)
@@ -286,6 +311,7 @@ class CampaignInjector(Injector):
 
 
 _ON_FILES: dict[str, Callable[[CampaignInjector, str], None]] = {
+    p.HIDE_HOST: CampaignInjector._hide_host,
     "remove-socket": CampaignInjector._remove_socket,
     "remove-node-folder": CampaignInjector._remove_folder,
     "remove-state": CampaignInjector._remove_state,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ft.core.scheme import Scheme
 from tests.support import damage
@@ -53,6 +53,15 @@ DISKS = {
 }
 SCHEDULER_AWAY = "scheduler-away"
 ENCODERS_AWAY = "encoders-away"
+RETURN_NODE, PAUSE, KILL_HOST, HIDE_HOST = "return-node", "pause", "kill-host", "hide-host"
+SOAK = (
+    *("kill-trainer", "kill-smp", "kill-encoder", "lose-nodes", "arena-flip-data"),
+    *(RETURN_NODE, PAUSE),
+)
+"""Faults among which the processes of a soak must not grow."""
+RESTARTS = (*("kill-trainer",) * 3, "kill-trainers", KILL_HOST, HIDE_HOST, "lose-nodes")
+"""Faults of restarts in a row, by how often they come.  Survivors restart in process, those that
+were killed warm, behind a host that cannot be reached cold."""
 DAMAGE = tuple(f"arena-{fault}" for fault in (*damage.FAULTS, "stale"))
 
 WEIGHTS: Mapping[str, float] = {
@@ -132,11 +141,19 @@ class JobPlan:
     slots: int
     drains: bool
     episodes: tuple[Episode, ...]
+    stripes: int = 1
+    ranks_per_node: int = 1
+    gap: int = 0
+    """Protected snapshots from one fault to the next; one of these is taken every iteration."""
+    restarts: bool = False
+    """True if survivors restart in process and trainers start as a user's do."""
+    iterations: int = 4000
+    """More than it trains while it suffers all of its faults."""
 
     @property
     def nodes(self) -> int:
-        """Nodes that train: one stripe."""
-        return Scheme.parse(self.protect).members
+        """Nodes that train."""
+        return self.stripes * Scheme.parse(self.protect).members
 
     @property
     def hangs(self) -> bool:
@@ -172,6 +189,28 @@ def jobs(
             drains=drains,
             episodes=tuple(_episode(chance, possible) for _ in range(FAULTS_PER_JOB)),
         )
+
+
+def soak(
+    seed: int, shape: JobPlan, *, snapshots: int = 0, faults: int = 0, restarts: int = 0
+) -> JobPlan:
+    """One long job of this shape: ``faults`` among ``snapshots``, or ``restarts`` in a row.
+
+    Every kind comes as often as any other.
+    """
+    chance, episodes = random.Random(f"soak {seed}"), list[Episode]()
+    kinds = RESTARTS if restarts else SOAK
+    while len(episodes) < (restarts or faults):
+        for kind in chance.sample(kinds, len(kinds)):
+            fault = replace(_fault(chance, {kind: 1.0}, longest_wait=0.0), then="trainers")
+            episodes.append(Episode(fault))
+    return replace(
+        shape,
+        episodes=tuple(episodes[: restarts or faults]),
+        gap=max(2, snapshots // (faults + 1)),
+        restarts=bool(restarts),
+        iterations=4000 + 8 * snapshots + 100 * restarts,
+    )
 
 
 def _episode(chance: random.Random, possible: Mapping[str, float]) -> Episode:

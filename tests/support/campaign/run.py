@@ -20,13 +20,11 @@ from megatron_ft.cli.chaos.job import ChaosSettings
 from megatron_ft.cli.chaos.judge import Story
 from megatron_ft.cli.chaos.runner import oracle_traces
 from megatron_ft.cli.chaos.trace import Lines, read_traces
+from tests.support.campaign.growth import Growth
 from tests.support.campaign.inject import CampaignInjector
 from tests.support.campaign.plan import START, Episode, JobPlan
 from tests.support.campaign.rule import Ruling, rule
 from tests.support.frozen_disk import can_freeze, freezable
-
-ITERATIONS = 4000
-"""Of one job: more than it trains while it suffers all of its faults."""
 
 MOST_SUPERVISORS = 200
 SNAPSHOT_INTERVAL, DRAIN_INTERVAL = 4, 40
@@ -87,8 +85,12 @@ def run_campaign(
     limits: Limits,
     at_once: int,
     on_result: OnResult,
+    growth: Growth | None = None,
 ) -> list[EpisodeResult]:
-    """Run jobs, ``at_once`` at a time, until the limits say that it is enough."""
+    """Run jobs, ``at_once`` at a time, until the limits say that it is enough.
+
+    ``growth`` collects samples of the processes of a job that is the only one.
+    """
     oracles, lock = _Oracles(settings), threading.Lock()
     results: list[EpisodeResult] = []
 
@@ -103,7 +105,7 @@ def run_campaign(
                 plan = next(plans, None)
             if plan is None:
                 return
-            run_job(plan, settings, oracles.of(plan.nodes), limits, record)
+            run_job(plan, settings, oracles.of(plan), limits, record, growth)
 
     with ThreadPoolExecutor(at_once) as pool:
         try:
@@ -120,16 +122,15 @@ class _Oracles:
 
     def __init__(self, settings: ChaosSettings) -> None:
         self._settings, self._lock = settings, threading.Lock()
-        self._known: dict[int, Mapping[int, Lines]] = {}
+        self._known: dict[tuple[int, int], Mapping[int, Lines]] = {}
 
-    def of(self, nodes: int) -> Mapping[int, Lines]:
+    def of(self, plan: JobPlan) -> Mapping[int, Lines]:
+        size = (plan.nodes * plan.ranks_per_node, plan.iterations)
         with self._lock:
-            if nodes not in self._known:
-                settings = replace(
-                    self._settings, nodes=nodes, protect="none", iterations=ITERATIONS
-                )
-                self._known[nodes] = oracle_traces(settings)
-            return self._known[nodes]
+            if size not in self._known:
+                alone = replace(self._settings, nodes=size[0], ranks_per_node=1, protect="none")
+                self._known[size] = oracle_traces(replace(alone, iterations=size[1]))
+            return self._known[size]
 
 
 def run_job(
@@ -138,6 +139,7 @@ def run_job(
     oracle: Mapping[int, Lines],
     limits: Limits,
     on_result: OnResult,
+    growth: Growth | None = None,
 ) -> None:
     """One job with all its episodes, until one of them breaks a promise or ends the job."""
     name = f"chaos-{plan.number}-{time.monotonic_ns() % 10**6}"
@@ -150,7 +152,7 @@ def run_job(
         good &= result.ruling.good
         on_result(result)
 
-    asyncio.run(_Job(plan, settings, name, folder, oracle).run(limits, record))
+    asyncio.run(_Job(plan, settings, folder, oracle, growth).run(limits, record))
     if good:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -162,16 +164,26 @@ class _Job:
         self,
         plan: JobPlan,
         settings: ChaosSettings,
-        name: str,
         folder: Path,
         oracle: Mapping[int, Lines],
+        growth: Growth | None,
     ) -> None:
         self.plan, self.oracle, self.limit, self.folder = plan, oracle, settings.limit, folder
-        settings = replace(settings, nodes=plan.nodes, protect=plan.protect, iterations=ITERATIONS)
+        self._growth = growth
+        settings = replace(
+            settings,
+            nodes=plan.nodes,
+            protect=plan.protect,
+            ranks_per_node=plan.ranks_per_node,
+            iterations=plan.iterations,
+        )
+        job = settings.job(folder.name, folder, plan.spares)
         self.job = msgspec.structs.replace(
-            settings.job(name, folder, plan.spares),
+            job,
+            command=(*job.command, *["--resilient"] * plan.restarts),
+            warm_start=plan.restarts,
             slots=plan.slots,
-            snapshot_interval=SNAPSHOT_INTERVAL,
+            snapshot_interval=1 if plan.gap else SNAPSHOT_INTERVAL,
             drain_interval=DRAIN_INTERVAL if plan.drains else 0,
             transport=plan.transport,
         )
@@ -263,6 +275,8 @@ class _Job:
     def _over(self) -> bool:
         self.follower.read()
         self._end = self._end or self.follower.over()
+        if self._growth is not None:
+            self._growth.look(self.follower, max(self.striker.quiet, self.striker.restarts))
         return bool(self._end)
 
     def _settled(self) -> bool:
@@ -274,7 +288,8 @@ class _Job:
             striker.drains and not follower.count("drained", striker.drains)
         ):
             return False
-        return follower.protected_commits(max(striker.quiet, striker.restarts)) >= 2
+        commits = follower.protected_commits(max(striker.quiet, striker.restarts))
+        return commits >= max(2, self.plan.gap)
 
 
 def read_starts(folder: Path) -> list[tuple[float, int]]:

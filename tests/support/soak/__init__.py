@@ -1,1 +1,0 @@
-"""A soak: one job, many snapshots, random faults, and nothing that grows."""
