@@ -20,7 +20,7 @@ from megatron_ft.supervisor.cycle import CyclePhase, SnapshotCycle
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.schedule import Schedule
-from tests.support.smp_node import SECRET, SmpNode, capture, create, run, say
+from tests.support.smp_node import SECRET, SmpNode, capture, create, say
 
 NAMES = ("n0", "n1")
 
