@@ -10,7 +10,7 @@ from megatron_ft.arena import binary
 from megatron_ft.core.errors import ArenaCorruptError
 from megatron_ft.erasure.inspect_slot import Damage, SlotInspector
 from tests.support import damage as regions
-from tests.support.bit_flips.run import flip, merge, table
+from tests.support.bit_flips import flip, table
 
 EVERY_REGION = {
     value for name, value in vars(regions).items() if name.isupper() and isinstance(value, str)
@@ -22,18 +22,11 @@ def test_every_flipped_bit_is_found(scheme: str, flips: int, tmp_path: Path) -> 
     """A million of them: python -m tests.support.bit_flips."""
     counts = flip(scheme, flips, seed=7, folder=tmp_path)
     assert counts.keys() == EVERY_REGION
-    assert sum(count.flips for count in counts.values()) >= flips
+    assert sum(sum(count.values()) for count in counts.values()) >= flips
     for name, count in counts.items():
-        assert count.missed == 0, (name, count)
-        kept = count.found + count.mended + count.refused + count.ignored
-        assert kept == count.flips, (name, count)
-        assert count.ignored == (count.flips if name == regions.PADDING else 0), (name, count)
-        if name == regions.PADDING:
-            continue
-        in_blocks = name in regions.IN_BLOCKS
-        assert count.found == (count.flips if in_blocks else 0), (name, count)
-        assert (count.mended > 0) == (not in_blocks and name != regions.PREAMBLE), (name, count)
-        assert (count.refused > 0) != in_blocks, (name, count)
+        kinds = {"found"} if name in regions.IN_BLOCKS else {"mended", "refused"}
+        kinds = {regions.PADDING: {"ignored"}, regions.PREAMBLE: {"refused"}}.get(name, kinds)
+        assert count.keys() == kinds, (name, count)
 
 
 def test_a_scrub_that_finds_nothing_is_noticed(
@@ -42,7 +35,7 @@ def test_a_scrub_that_finds_nothing_is_noticed(
     monkeypatch.setattr(SlotInspector, "damage", lambda *_: Damage())
     counts = flip("xor:3", 300, seed=1, folder=tmp_path)
     for name in regions.IN_BLOCKS:
-        assert counts[name].missed == counts[name].flips, name
+        assert counts[name].keys() == {"missed"}, name
 
 
 def test_headers_without_a_commit_word_are_noticed(
@@ -67,12 +60,11 @@ def test_headers_without_a_commit_word_are_noticed(
 
     monkeypatch.setattr(binary, "parse_copy", parse)
     counts = flip("xor:3", 300, seed=1, folder=tmp_path)
-    header = counts[regions.SLOT_HEADER]
-    assert header.missed == header.flips > 0
+    assert counts[regions.SLOT_HEADER]["missed"] > 0
 
 
 def test_the_table_adds_up(tmp_path: Path) -> None:
-    counts = merge([flip("xor:3", 50, seed, tmp_path) for seed in (1, 2)])
+    counts = flip("xor:3", 50, 1, tmp_path)
     lines = table(counts).splitlines()
-    total = sum(count.flips for count in counts.values())
+    total = sum(sum(count.values()) for count in counts.values())
     assert lines[-1].startswith(f"| all | {total} |") and lines[-1].endswith("| 0 |")
