@@ -56,12 +56,12 @@ from megatron_ft.launchers.slurm.allocation import NO_KILL_ADVICE, no_kill
 from megatron_ft.launchers.virtual import visible_devices
 from megatron_ft.supervisor.event_log import EVENTS, EventLog
 from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.failure_domains import read_domains
 from megatron_ft.supervisor.job_state import JobState, state_folder
 from megatron_ft.supervisor.ledger import CAUGHT_UP, ENDED, SUPERVISING
 from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.notify import DEFAULT_KINDS, Notifier, kinds_of
 from megatron_ft.supervisor.outcome import Outcome
-from megatron_ft.supervisor.placement import read_domains
 from megatron_ft.supervisor.spec import JobSpec, raise_open_files
 from megatron_ft.supervisor.supervisor import (
     EXIT_CONTINUE,

@@ -6,89 +6,77 @@ The next recovery reshapes what is in memory to the ranks of the nodes that are 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import MAY_SHRINK, RankRule
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import Domains, members_of, possible_scheme
 from megatron_ft.supervisor.admission import Inventories
-from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.membership import Membership
-from megatron_ft.supervisor.placement import choose_active
+from megatron_ft.supervisor.job_context import JobContext
+from megatron_ft.supervisor.seats import Seats, choose_active
 from megatron_ft.supervisor.spec import JobSpec, Shapes
 
 
-def shrink(
-    spec: JobSpec,
-    state: JobState,
-    members: Membership,
-    observers: Observers,
-    admitted: Inventories,
-) -> bool:
-    """Have the job continue with fewer nodes if it shall and can; whether it does.
+def shrink(job: JobContext, admitted: Inventories) -> bool:
+    """Shrink the job if that is allowed and possible; True if it was done.
 
-    If it shall and cannot, the reason is emitted, and nodes and memory are as before.
+    Where it is allowed and impossible the reason is emitted, and nodes and memory are as before.
     """
-    if spec.settings.on_no_spare not in MAY_SHRINK:
+    if job.spec.settings.on_no_spare not in MAY_SHRINK:
         return False
-    chosen, reasons = nodes_left(spec, state, members, admitted)
+    members, before = job.members, len(job.members.seats.active)
+    chosen, reasons = nodes_left(members.seats, job.state.record.rank_rule, admitted)
     if not chosen:
         text = "; ".join(reasons) or "no node is left"
-        observers.emit("not_shrunk", f"the job cannot continue with fewer nodes: {text}")
+        job.emit("not_shrunk", f"the job cannot continue with fewer nodes: {text}")
         return False
     reach("shrink.chosen")
-    before = len(members.active)
     members.train_on(chosen)
     reach("shrink.noted")
-    text = f"continuing with {len(chosen)} nodes instead of {before}, {members.ranks} ranks"
-    observers.emit(
-        "shrunk",
-        f"{text}: {', '.join(chosen)}; protected by {members.scheme}",
-        nodes=chosen,
-        ranks=members.ranks,
-    )
+    ranks = members.seats.ranks
+    text = f"continuing with {len(chosen)} nodes instead of {before}, {ranks} ranks"
+    text += f": {', '.join(chosen)}; protected by {members.seats.scheme}"
+    job.emit("shrunk", text, nodes=chosen, ranks=ranks)
     return True
 
 
 def nodes_left(
-    spec: JobSpec, state: JobState, members: Membership, admitted: Inventories
+    seats: Seats, rule: RankRule | None, there: Iterable[str]
 ) -> tuple[list[str], list[str]]:
     """The nodes with which a job could continue that has lost some, and why not with more."""
-    active, rule = members.active, state.record.rank_rule
     if rule is None:
         return [], ["its ranks have not said yet with how many they could"]
-    there = members.usable(admitted)
-    left = [*(n for n in active if n in there), *(n for n in there if n not in active)]
-    return _fewer_of(spec, left, len(active), rule)
+    usable = seats.usable(there)
+    left = [
+        *(n for n in seats.active if n in usable),
+        *(n for n in usable if n not in seats.active),
+    ]
+    return _fewer_of(seats.spec, left, len(seats.active), rule)
 
 
 def nodes_without(
-    spec: JobSpec, state: JobState, members: Membership, leaving: Collection[str]
+    seats: Seats, rule: RankRule | None, leaving: Collection[str]
 ) -> tuple[list[str], list[str]]:
     """The nodes with which a job continues that some shall leave, in the order of their ranks.
 
     None if it shall not shrink, or cannot: the reasons then say why, as ``fewer_nodes`` does.
     """
-    active, rule = members.active, state.record.rank_rule
-    if spec.settings.on_no_spare not in MAY_SHRINK or rule is None:
+    if seats.spec.settings.on_no_spare not in MAY_SHRINK or rule is None:
         return [], []
-    left = [node for node in active if node not in leaving]
-    return _fewer_of(spec, left, len(active), rule)
+    left = [node for node in seats.active if node not in leaving]
+    return _fewer_of(seats.spec, left, len(seats.active), rule)
 
 
-def more_nodes(
-    spec: JobSpec, state: JobState, members: Membership, there: Collection[str]
-) -> list[str]:
-    """The nodes with which a job continues that had shrunk; empty if it stays as it is.
+def more_nodes(seats: Seats, rule: RankRule | None, there: Iterable[str]) -> list[str]:
+    """The nodes that a job which has shrunk can grow to, given those that are reachable.
 
-    ``there`` are nodes that can be reached.  Those that train stay, in their order.
+    Those that train stay, in their order; empty if the job stays as it is.
     """
-    active, rule = members.active, state.record.rank_rule
+    active, spec = seats.active, seats.spec
     if spec.settings.grow == "off" or len(active) >= spec.nodes or rule is None:
         return []
-    more = [n for n in there if n not in active and n not in members.leaving]
+    more = [n for n in there if n not in active and n not in seats.leaving]
     chosen, _ = _fewer_of(spec, [*active, *more], spec.nodes + 1, rule)
     return chosen if len(chosen) > len(active) and set(active) <= set(chosen) else []
 

@@ -86,8 +86,9 @@ class EmergencyDrain:
 
     def _plan(self, admitted: Inventories) -> RestorePlan | None:
         """The restore on nodes that are left; None if nothing can be drained."""
-        usable = self._members.usable(admitted)
-        there = [node for node in self._members.active if node in usable]
+        seats = self._members.seats
+        usable = seats.usable(admitted)
+        there = [node for node in seats.active if node in usable]
         if self._spec.settings.drain_dir is None or not there or not self._state.record.shards:
             return None
         memory = self._recovery.memory(admitted)
@@ -95,7 +96,7 @@ class EmergencyDrain:
             return None
         return RestorePlan(
             decision=memory,
-            places=self._members.places(doubled_up(self._members.active, there)),
+            places=self._members.places(doubled_up(seats.active, there)),
             active=tuple(there),
             incarnation=self._coordinator.incarnation,
             lineage=self._recovery.lineage(memory),

@@ -129,7 +129,7 @@ class Evacuations:
         self._drained: set[str] = set()
         self._moving: tuple[m.Evacuate, int] | None = None
         """The request under way, and the node's position."""
-        for node in job.members.evacuated:
+        for node in job.members.seats.evacuated:
             job.coordinator.note_move(node, state="moved", text=f"{node} is evacuated")
 
     def stop(self) -> None:
@@ -164,7 +164,7 @@ class Evacuations:
                 self._world.drop_prepared()
                 self._refuse(request, reason)
                 continue
-            self._members.evacuate(node)
+            self._members.take(self._members.seats.evacuate(node))
             if moves:
                 self._moving = request, self._members.active.index(node)
                 if not seating.free:
@@ -176,7 +176,7 @@ class Evacuations:
         """An incarnation is about to train: all that it needs is where its nodes are."""
         if self._moving is None:
             return
-        self._members.moved()
+        self._members.take(self._members.seats.moved())
         (request, position), self._moving = self._moving, None
         node, spare = request.node, plan.active[min(position, len(plan.active) - 1)]
         if node in plan.active:
@@ -216,9 +216,9 @@ class Evacuations:
 
     def _seating(self, node: str) -> Seating:
         requests = self._coordinator.evacuations.values()
-        wanted = self._members.leaving | {r.node for r in requests if not r.undo}
+        wanted = self._members.seats.leaving | {r.node for r in requests if not r.undo}
         fewer, not_fewer = nodes_without(
-            self._job.spec, self._job.state, self._members, wanted | {node}
+            self._members.seats, self._job.state.record.rank_rule, wanted | {node}
         )
         return Seating(
             active=self._members.active,
@@ -251,8 +251,8 @@ class Evacuations:
         before = len(self._members.active)
         self._members.train_on(chosen)
         text = f"{reason}: continuing with {len(chosen)} instead of {before}"
-        text += f", {self._members.ranks} ranks: {', '.join(chosen)}"
-        self._coordinator.observers.emit(kind, text, nodes=chosen, ranks=self._members.ranks)
+        text += f", {self._members.seats.ranks} ranks: {', '.join(chosen)}"
+        self._coordinator.observers.emit(kind, text, nodes=chosen, ranks=self._members.seats.ranks)
 
     def _larger(self) -> list[str]:
         """The nodes with which the job could grow now; empty if it cannot, or shall not yet."""
@@ -264,7 +264,7 @@ class Evacuations:
         return self._more_of(self._reachable())
 
     def _more_of(self, there: Collection[str]) -> list[str]:
-        return more_nodes(self._job.spec, self._job.state, self._members, there)
+        return more_nodes(self._members.seats, self._job.state.record.rank_rule, there)
 
     def _reachable(self) -> list[str]:
         return list(filter(self._launcher.reachable, self._launcher.nodes()))
@@ -293,16 +293,16 @@ class Evacuations:
         return reason
 
     def _note_stay(self) -> None:
-        ranks, now = self._members.ranks, time.monotonic()
+        ranks, now = self._members.seats.ranks, time.monotonic()
         heard = self._coordinator.pulses.fresh(ranks, STAY_SECONDS)
         self._stayed = min((one.idle(now) for one in heard), default=0.0)
 
     def _undo(self, request: m.Evacuate) -> None:
         node = request.node
-        if node not in self._members.evacuated:
+        if node not in self._members.seats.evacuated:
             self._refuse(request, "it was not evacuated")
             return
-        self._members.evacuate(node, undo=True)
+        self._members.take(self._members.seats.take_back(node))
         self._note(request, "undone", f"{node} is a spare again")
 
     def _refuse(self, request: m.Evacuate, reason: str) -> None:

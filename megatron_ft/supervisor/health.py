@@ -141,7 +141,7 @@ class Health:
         """
         if not self._spec.health_command:
             return {}
-        away = self._members.evacuated
+        away = self._members.seats.evacuated
         nodes = [n for n in self._launcher.nodes() if n not in away]
         votes = await asyncio.gather(*map(self._vote_on, nodes))
         return dict(zip(nodes, votes, strict=True))
@@ -172,10 +172,10 @@ class Health:
         members = self._members
         unhealthy = {n: v.reason for n, v in votes.items() if v.verdict == "unhealthy"}
         fault, last = node_at_fault(self._failures), self._failures[-1:]
-        named = {fault} & set(admitted) - unhealthy.keys() - members.evacuated
+        named = {fault} & set(admitted) - unhealthy.keys() - members.seats.evacuated
         suspects = [*unhealthy, *named]
-        spares = set(members.usable(admitted)) - {*members.active, *suspects}
-        free = len(spares) - len(members.lost(admitted))
+        spares = set(members.seats.usable(admitted)) - {*members.active, *suspects}
+        free = len(spares) - len(members.seats.lost(admitted))
         used = why_used(suspects, members.active, free, serves)
         for node in unhealthy:
             text = f"the health command failed on {node}: {unhealthy[node]}"
@@ -188,7 +188,7 @@ class Health:
             if used[node] != NO_SPARE:
                 self._failures = ()
                 self._emit("avoided", text, node)
-        return not members.leaving.isdisjoint(members.active)
+        return not members.seats.leaving.isdisjoint(members.active)
 
     def _conclude(self, node: str, text: str, used: str, *, last_resort: bool = False) -> str:
         """Have the node leave, unless it must be ``used``; the text with what was done."""
@@ -201,7 +201,7 @@ class Health:
         else:
             text += "; it is not used any more (`megatron-ft evacuate --undo` gives it back)"
             text += self._advice(node, reason)
-            members.exclude(node, last_resort=last_resort)
+            members.take(members.seats.exclude(node, last_resort=last_resort))
             self._coordinator.note_move(node, state="moved", text=reason)
         return text
 

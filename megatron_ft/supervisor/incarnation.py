@@ -52,7 +52,7 @@ class Incarnation:
     declined: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        self.registration = Registration(self.job.members.ranks, self.job.spec.domains)
+        self.registration = Registration(self.job.members.seats.ranks, self.job.spec.domains)
         self.renewal = ArenaRenewal(self.job, self.plan, self.registration, self.drains)
 
     async def run(self) -> End:
@@ -63,7 +63,7 @@ class Incarnation:
             if (self._encodes() or plan.reshaped) and not job.world.wanted:
                 job.world.start(plan.nodes)
             _, source = plan.describe()
-            self.watch.begin_incarnation(job.members.ranks, plan.decided, plan.behind, source)
+            self.watch.begin_incarnation(job.members.seats.ranks, plan.decided, plan.behind, source)
             await self._start_trainers()
             # Of several that have found something at once, the first one counts.
             end = await first_end(
@@ -93,7 +93,7 @@ class Incarnation:
         await job.trainers.kill_all(but=kept)
         requests = job.trainers.start(plan.active, plan.incarnation, extra, kept)
         await job.coordinator.ask_all(requests)
-        text = f"{job.members.ranks - len(kept)} trainers started"
+        text = f"{job.members.seats.ranks - len(kept)} trainers started"
         text += job.spec.shape_note(len(plan.active))
         text += f", {len(kept)} restart in process" if kept else ""
         job.emit("trainers_started", text, in_process=sorted(kept))
@@ -145,7 +145,7 @@ class Incarnation:
         job, plan = self.job, self.plan
         restored = plan.decision.snapshot is not None and not plan.reshaped
         stored = plan.decision.stripes if restored else ()
-        stripes = self.registration.stripes(stored, job.members.scheme, job.spec.block_bytes)
+        stripes = self.registration.stripes(stored, job.members.seats.scheme, job.spec.block_bytes)
         if plan.reshaped:
             await make_sources(job.coordinator, plan)
         slots = await self._choose_slots(stripes, places)
@@ -182,7 +182,7 @@ class Incarnation:
 
     def _encodes(self) -> bool:
         """True if snapshots of this incarnation get parity."""
-        return bool(self.job.members.scheme.parity_members)
+        return bool(self.job.members.seats.scheme.parity_members)
 
     def _narrow_world(self) -> None:
         """Replace an encoder world that a reshape needed on more nodes than train."""

@@ -24,8 +24,6 @@ from megatron_ft.core.errors import (
     SchedulerAwayError,
     StaleIncarnationError,
 )
-from megatron_ft.core.scheme import Scheme
-from megatron_ft.erasure.stripes import crowded
 from megatron_ft.launchers.launcher import Launcher, NodeUnreachable
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.admission import (
@@ -39,15 +37,8 @@ from megatron_ft.supervisor.admission import (
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.ends import Failure, Interrupted, NodeLost, SmpLost
 from megatron_ft.supervisor.job_state import JobState, homes_of
-from megatron_ft.supervisor.placement import (
-    choose_spares,
-    first_active,
-    nodes_to_replace,
-    other_size,
-    scheme_over,
-    stripes_by_position,
-)
 from megatron_ft.supervisor.processes import Result, SmpFleet, unless
+from megatron_ft.supervisor.seats import Seats, first_active, other_size, stripes_by_position
 from megatron_ft.supervisor.spec import JobSpec
 
 log = logging.getLogger(__name__)
@@ -65,45 +56,50 @@ class NoSpareError(MegatronFTError):
 
 
 class Membership:
-    """The nodes of one job over all its incarnations.
-
-    ``active`` lists the nodes that train, in the order of their ranks; a spare that takes
-    over gets the lost node's position, so that no other shard moves.
-    """
+    """The nodes of one job over all its incarnations: what follows from ``seats``, and why."""
 
     def __init__(
         self, spec: JobSpec, launcher: Launcher, state: JobState, coordinator: Coordinator
     ) -> None:
         self.smps = SmpFleet(launcher, state, spec)
-        self.active: list[str] = list(state.record.active) or first_active(spec, launcher.nodes())
+        self.seats = Seats.noted(spec, state.record, launcher.nodes())
         self._spec, self._launcher, self._state = spec, launcher, state
         self._coordinator = coordinator
         # When a node that was given up was last heard of.  The supervisor before this one may have
         # renewed the lease of others until this one began.
         self._began, self._heard = time.monotonic(), dict[str, float]()
         self._led = False
-        self._aside: set[str] = set()
         self._other_layout = False
         if other_size(spec, state.record, launcher.nodes()):
             # In the order of ranks: notes have shards in the order in which they registered.
             seats, sources = state.record.source_seats, state.record.sources
             before = [sources[s] for s in sorted(sources, key=lambda s: seats[s].rank)]
             self.train_on(first_active(spec, launcher.nodes(), [*before, *self.active]))
-        self.leaving: set[str] = set(state.record.evacuated)
-        """Nodes that shall not train: their ranks move to spares with the next incarnation."""
-        self._on_the_move: set[str] = set()
-        self._last_resort = set(state.record.avoided)
+
+    @property
+    def active(self) -> list[str]:
+        """The nodes that train, by position."""
+        return list(self.seats.active)
+
+    def take(self, seats: Seats) -> None:
+        """Have these seats from now on; a later supervisor knows who shall not train."""
+        leaving, last_resort = seats.leaving, seats.last_resort & seats.leaving
+        evacuated, avoided = tuple(sorted(leaving)), tuple(sorted(last_resort))
+        record = self._state.record
+        if (evacuated, avoided) != (record.evacuated, record.avoided):
+            self._state.update(evacuated=evacuated, avoided=avoided)
+        self.seats = seats
 
     def places(self, active: Sequence[str] = ()) -> dict[str, str]:
         """Shard to node, as far as shards are known from earlier incarnations.
 
         ``active`` are other nodes by position than those that train.
         """
-        return homes_of(self._state.record.shards, active or self.active)
+        return homes_of(self._state.record.shards, active or self.seats.active)
 
     def source_places(self, admitted: Inventories) -> dict[str, str]:
         """Node of each shard of an older layout; those of lost nodes go to others in turn."""
-        there, holders = self.usable(admitted), self._holders(admitted)
+        there, holders = self.seats.usable(admitted), self.seats.holders(admitted)
         places = self._state.record.sources
         lost = itertools.count()
         return {
@@ -151,115 +147,52 @@ class Membership:
             self._emit("waiting", text, names)
             await asyncio.sleep(seconds)
 
-    def lost(self, admitted: Inventories) -> list[str]:
-        """Nodes that train and must be replaced."""
-        there = self.usable(admitted)
-        return [n for n in self.active if n not in there]
-
     def replace_lost(self, admitted: Inventories) -> None:
-        """Put a spare in the position of each lost node; NoSpareError if there are too few."""
-        spares = [n for n in self.usable(admitted) if n not in self.active]
-        lost = self.lost(admitted)
-        if len(spares) < len(lost):
-            # Better than none: a node whose move was cut short is still there.
-            there = [n for n in admitted if n in self._on_the_move | self._last_resort]
-            spares += [n for n in there if n not in self.active]
-        replaced = nodes_to_replace(self.active, lost, self.leaving, len(spares))
-        for node in [node for node in lost if node not in self._aside]:
+        """Put a spare in the position of each lost node; NoSpareError if there are too few.
+
+        Spares of failure domains that keep the rule of stripes, as far as there are some.
+        """
+        seats = self.seats
+        lost, spares = seats.lost(admitted), seats.substitutes(admitted)
+        for node in [node for node in lost if node not in seats.aside]:
             self._give_up(node)
             self._emit("node_lost", f"node {node} is lost", node)
         if len(spares) < len(lost):
-            away = ", ".join(sorted(self.evacuated))
-            back = f"; or give {away} back: `megatron-ft evacuate --undo`" if away else ""
-            why = [f"node {node} lost" for node in lost if node not in self._aside]
-            why += [f"no room on {node}" for node in sorted(self._aside)]
-            raise NoSpareError(
-                f"{', '.join(why)}, and no spare is left; its memory may still be rebuilt: start "
-                f"the same command again with more --spares{back}",
-                admitted,
-                len(lost) - len(spares),
-            )
-        if replaced:
-            self._place_spares(admitted, replaced, spares)
-        self._shall_leave(self.leaving - set(self.active))
-
-    def _place_spares(self, admitted: Inventories, lost: list[str], spares: list[str]) -> None:
-        """Spares of failure domains that keep the rule of stripes, as far as there are some."""
-        domains, most = self._spec.domains, self._spec.scheme.parity_members
-        members = {a.members for i in admitted.values() for a in i.arenas}
-        chosen, stripes = self._choose(members, lost, spares)
+            raise self._no_spare(lost, admitted, len(lost) - len(spares))
+        stripes = self._stripes({a.members for i in admitted.values() for a in i.arenas})
+        chosen = seats.replacements(lost, spares, stripes)
         for node, spare in chosen.items():
-            self.active[self.active.index(node)] = spare
             self._emit("spare", f"{spare} takes the place of {node}", spare)
-        now = [[self.active[i] for i in stripe] for stripe in stripes if most]
-        for name, nodes in crowded(now, domains, most):
+        self.take(seats.replaced(chosen))
+        most = self._spec.scheme.parity_members
+        for name, nodes in self.seats.crowded(stripes) if chosen else ():
             text = f"{', '.join(nodes)} of failure domain {name} share a stripe that survives "
             self._emit("crowded", f"{text}the loss of {most}: no spare of another is left", name)
 
-    def _choose(
-        self, members: Collection[Sequence[str]], lost: list[str], spares: list[str]
-    ) -> tuple[dict[str, str], list[frozenset[int]]]:
-        """The spare for each lost node, and the stripes by position; ``members`` are theirs."""
+    def _no_spare(self, lost: list[str], admitted: Inventories, missing: int) -> NoSpareError:
+        away, aside = ", ".join(sorted(self.seats.evacuated)), self.seats.aside
+        back = f"; or give {away} back: `megatron-ft evacuate --undo`" if away else ""
+        why = [f"node {node} lost" for node in lost if node not in aside]
+        why += [f"no room on {node}" for node in sorted(aside)]
+        return NoSpareError(
+            f"{', '.join(why)}, and no spare is left; its memory may still be rebuilt: start "
+            f"the same command again with more --spares{back}",
+            admitted,
+            missing,
+        )
+
+    def _stripes(self, members: Collection[Sequence[str]]) -> list[frozenset[int]]:
+        """The stripes by position; ``members`` are theirs."""
         seats, per_node = self._state.record.shards, self._spec.ranks_per_node
-        positions = {shard: seat.rank // per_node for shard, seat in seats.items()}
-        stripes = stripes_by_position(members, positions)
-        domains, most = self._spec.domains, self._spec.scheme.parity_members
-        return choose_spares(self.active, lost, spares, stripes, domains, most), stripes
+        return stripes_by_position(members, {s: seat.rank // per_node for s, seat in seats.items()})
 
     def active_without(self, node: str) -> list[str]:
         """The nodes that would train next if ``node`` were evacuated; there must be a spare."""
         cycle, free = self._coordinator.cycle, set(self.free_spares())
         members = {stripe.members for stripe in cycle.stripes} if cycle is not None else set()
         spares = [name for name in self._launcher.nodes() if name in free]
-        chosen, _ = self._choose(members, [node], spares)
-        return [chosen.get(name, name) for name in self.active]
-
-    def usable(self, admitted: Inventories) -> list[str]:
-        """The admitted nodes but those that were set aside or evacuated."""
-        away = self._aside | self.evacuated
-        return [node for node in admitted if node not in away]
-
-    def _holders(self, admitted: Inventories) -> set[str]:
-        """Nodes that shards of an older layout are read from: not the one that is leaving."""
-        return set(admitted) - self._aside - (self._on_the_move - set(self.active))
-
-    @property
-    def evacuated(self) -> set[str]:
-        """Nodes that do not train any more and are no spares."""
-        return self.leaving - set(self.active)
-
-    def evacuate(self, node: str, *, undo: bool = False) -> None:
-        """Have the next incarnation give the position of ``node`` to a spare, if there is one.
-
-        With ``undo`` it may train again.  A later supervisor knows it too.  Until ``moved`` the
-        node takes its position back if the spare is lost.
-        """
-        self._on_the_move = set() if undo else {node}
-        self._last_resort.discard(node)
-        self._shall_leave(self.leaving - {node} if undo else self.leaving | {node})
-
-    def exclude(self, node: str, *, last_resort: bool) -> None:
-        """As ``evacuate``, from memory as it is; with ``last_resort`` before no spare is left."""
-        self._last_resort.discard(node)
-        if last_resort:
-            self._last_resort.add(node)
-        self._shall_leave(self.leaving | {node})
-
-    def moved(self) -> None:
-        """Note that what evacuated nodes held is elsewhere now."""
-        self._on_the_move = set()
-
-    def _shall_leave(self, nodes: set[str]) -> None:
-        evacuated, avoided = tuple(sorted(nodes)), tuple(sorted(self._last_resort & nodes))
-        record = self._state.record
-        if (evacuated, avoided) != (record.evacuated, record.avoided):
-            self._state.update(evacuated=evacuated, avoided=avoided)
-        self.leaving = nodes
-
-    @property
-    def ranks(self) -> int:
-        """Number of trainer ranks; it falls when the job shrinks."""
-        return len(self.active) * self._spec.ranks_per_node
+        chosen = self.seats.replacements([node], spares, self._stripes(members))
+        return list(self.seats.replaced(chosen).active)
 
     def train_on(self, nodes: Sequence[str]) -> None:
         """These nodes train from now on, and the others are spares.
@@ -267,8 +200,8 @@ class Membership:
         The shards in memory become sources: the next incarnation reshapes them.
         """
         self.make_sources()
-        self.active = list(nodes)
         self._state.update(active=tuple(nodes))
+        self.seats = self.seats.train_on(nodes)
 
     def reshape(self) -> None:
         """Have the next incarnation reshape what is in memory: its ranks have another layout."""
@@ -289,13 +222,13 @@ class Membership:
         layout, ``reshape`` follows.  The notes say so once all nodes have made the sources arenas:
         ``returned``.
         """
-        record, there = self._state.record, self.usable(admitted)
+        record, there = self._state.record, self.seats.usable(admitted)
         seats = record.source_seats
-        if self._other_layout or len(seats) != self.ranks:
+        if self._other_layout or len(seats) != self.seats.ranks:
             return False
         homes = homes_of(seats, self.active)
         moved = any(homes[s] != node for s, node in record.sources.items() if node in there)
-        if moved or any(s.parity_members != self.scheme.parity_members for s in stripes):
+        if moved or any(s.parity_members != self.seats.scheme.parity_members for s in stripes):
             return False
         return True
 
@@ -308,12 +241,6 @@ class Membership:
         seats = self._state.record.source_seats
         self._state.update(shards=seats, sources={}, source_seats={})
 
-    @property
-    def scheme(self) -> Scheme:
-        """The scheme of new stripes: the one asked for, or the nearest for fewer nodes."""
-        spec = self._spec
-        return scheme_over(self.active, spec.nodes, spec.domains, spec.scheme)
-
     def set_aside(self, refusal: NoRoomError) -> bool:
         """Have the next incarnation give the position of a node without room to another spare.
 
@@ -321,18 +248,17 @@ class Membership:
         """
         if not self._state.record.shards:
             return False
-        self._aside.add(refusal.node)
+        self.take(self.seats.set_aside(refusal.node))
         self._emit("no_room", f"{refusal}; another spare is tried", refusal.node)
         return True
 
     def free_spares(self) -> list[str]:
         """Nodes that answer and could take the place of another one."""
-        used = {*self.active, *self._aside, *self.leaving}
-        return [node for node in self._coordinator.links if node not in used]
+        return self.seats.free(self._coordinator.links)
 
     def spares_gone(self) -> bool:
         """True if the job had spares and none is left to replace the next node that is lost."""
-        had = self._spec.spares or len(self.active) < self._spec.nodes
+        had = self._spec.spares or len(self.seats.active) < self._spec.nodes
         return bool(had) and not self.free_spares()
 
     def owned(self, admitted: Inventories) -> list[m.Inventory]:
@@ -341,7 +267,7 @@ class Membership:
 
     def owned_sources(self, admitted: Inventories) -> list[m.Inventory]:
         """As ``owned``, of the shards of an older layout; they may not be sources yet."""
-        record, holders = self._state.record, self._holders(admitted)
+        record, holders = self._state.record, self.seats.holders(admitted)
         places = {s: node for s, node in record.sources.items() if node in holders}
         older = {
             node: replace(found, arenas=found.sources or (() if record.shards else found.arenas))
@@ -391,7 +317,7 @@ class Membership:
         return True
 
     async def while_all_answer(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of ``work``, which asks SMPs; ControlPlaneError as soon as it is in vain.
+        """The result of ``work``, which asks SMPs; ControlPlaneError once a needed node is lost.
 
         So when an SMP has ended, when a node that trains is silent, when the coordinator has
         failed.  Of a node that is only cut off, nobody else would say so before the end of timeouts

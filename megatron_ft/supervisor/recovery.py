@@ -65,7 +65,7 @@ class Recovery:
             plan = await self._recover(reached, survivors, vote)
         finally:
             vote.cancel()
-        await self._quarantine.begin(plan.decision, plan.lineage, self._members.ranks)
+        await self._quarantine.begin(plan.decision, plan.lineage, self._members.seats.ranks)
         return plan
 
     async def _recover(
@@ -140,7 +140,7 @@ class Recovery:
         memory, sources = self._from_memory(admitted)
         self._state.update(
             incarnation=coordinator.incarnation,
-            active=tuple(members.active),
+            active=members.seats.active,
             nodes=spec.nodes,
         )
         hung = bool(coordinator.hanging)
@@ -154,15 +154,15 @@ class Recovery:
         elif sources == "drop":
             self._state.update(sources={}, source_seats={})
         decision, source, lineage = self._settle(memory, choice)
-        if source is not None and len(self._state.record.shards) != members.ranks:
+        if source is not None and len(self._state.record.shards) != members.seats.ranks:
             members.reshape()
             reshaped, sources = True, "return"
-        self._state.update(lineage=lineage, scheme=str(members.scheme))
+        self._state.update(lineage=lineage, scheme=str(members.seats.scheme))
         places = members.source_homes() if returns else members.places()
         plan = RestorePlan(
             decision=decision,
             places=dict(self._state.record.sources) if reshaped else places,
-            active=tuple(members.active),
+            active=members.seats.active,
             incarnation=coordinator.incarnation,
             lineage=lineage,
             slots=present_slots(decision),
@@ -184,7 +184,7 @@ class Recovery:
         if memory.snapshot is None and record.sources:
             older = self.memory_of_sources(admitted)
             return (memory, "drop") if older.snapshot is None else (older, "return")
-        check_memory(self._spec, self._members.scheme, record.scheme, memory)
+        check_memory(self._spec, self._members.seats.scheme, record.scheme, memory)
         return memory, "hold" if record.sources else "drop"
 
     def _settle(
@@ -200,7 +200,7 @@ class Recovery:
             damaged = self._coordinator.standing.damage.lost
             members = self._members
             decision, source = self._disk.decision(
-                taken, memory, members.active, members.scheme, damaged
+                taken, memory, members.active, members.seats.scheme, damaged
             )
             older = lineage_before(taken, self._state.record)
             self._state.update(shards=taken.seats)

@@ -106,9 +106,9 @@ class NoSparePolicy:
         return found if settings.drain_dir else {**found, cost.DRAIN: Estimate(0.0, "none")}
 
     async def _figures(self, lack: NoSpareError, estimates: Mapping[str, Estimate]) -> cost.Figures:
-        settings, hosts = self._spec.settings, self._hosts
-        fewer, why_not = nodes_left(self._spec, self._state, self._members, lack.admitted)
-        lost = len(self._members.lost(lack.admitted))
+        settings, hosts, seats = self._spec.settings, self._hosts, self._members.seats
+        fewer, why_not = nodes_left(seats, self._state.record.rank_rule, lack.admitted)
+        lost = len(seats.lost(lack.admitted))
         saved, drains = await self._quarantine.newest_saved(), settings.drain_dir is not None
         refused = {
             SHRINK: "" if fewer else "; ".join(why_not) or "no node is left",
@@ -120,7 +120,7 @@ class NoSparePolicy:
         committed = self._coordinator.standing.committed
         again = 0 if drains or committed is None else max(0, committed.iteration - saved)
         return cost.Figures(
-            nodes=len(self._members.active),
+            nodes=len(seats.active),
             lost=lost,
             spares=lost - lack.missing,
             fewer=len(fewer),

@@ -130,7 +130,11 @@ class Supervisor:
         Raises UnrecoverableError, NoSpareError or RestartBudgetError when the job cannot go
         on; SMPs and arenas then stay, so that the same command can be run again.
         """
-        shape = {"nodes": self.spec.nodes, "spares": self.spec.spares, "ranks": self.members.ranks}
+        shape = {
+            "nodes": self.spec.nodes,
+            "spares": self.spec.spares,
+            "ranks": self.members.seats.ranks,
+        }
         text = ", ".join(f"{count} {name}" for name, count in shape.items())
         self.observers.emit(SUPERVISING, f"{self.spec.name}: {text}", pid=os.getpid(), **shape)
         self.spec.log_dir.mkdir(parents=True, exist_ok=True)
@@ -288,9 +292,7 @@ class Supervisor:
             plan = await self._recovery.run(self._reached, self.trainers.survivors())
         except NoSpareError as error:
             await self._policy.decide(error)
-            if self._policy.way == SHRINK and shrink(
-                self.spec, self.state, self.members, self.observers, error.admitted
-            ):
+            if self._policy.way == SHRINK and shrink(self._job, error.admitted):
                 return Asked("fewer nodes train")
             await self._emergency.run(error.admitted)
             raise
@@ -392,7 +394,9 @@ class Supervisor:
             return
         if not self.state.record.committed:
             self.state.update(committed=True)
-        safe = event.fields.get("level") == "protected" or not self.members.scheme.parity_members
+        safe = (
+            event.fields.get("level") == "protected" or not self.members.seats.scheme.parity_members
+        )
         if safe and self.state.record.sources:
             self.state.update(sources={}, source_seats={})
 

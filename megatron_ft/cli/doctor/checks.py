@@ -19,7 +19,7 @@ from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import check_domains, members_of
 from megatron_ft.launchers.slurm.allocation import GRACE_ADVICE, NO_KILL_ADVICE
 from megatron_ft.supervisor.elastic import fewer_nodes
-from megatron_ft.supervisor.placement import scheme_over
+from megatron_ft.supervisor.seats import scheme_over
 
 _ONE_VERSION = "install one version everywhere"
 

@@ -36,8 +36,9 @@ from megatron_ft.core.scheme import Scheme
 from megatron_ft.launchers.container import python_of
 from megatron_ft.launchers.virtual import default_root
 from megatron_ft.megatron import fewer_ranks
+from megatron_ft.supervisor.failure_domains import read_domains
 from megatron_ft.supervisor.job_state import read_record, state_folder
-from megatron_ft.supervisor.placement import choose_active, read_domains
+from megatron_ft.supervisor.seats import choose_active
 from megatron_ft.supervisor.slot_choice import USUAL
 
 EXIT_CODES: Mapping[int, str] = {

@@ -122,12 +122,11 @@ def test_the_next_supervisor_knows_which_nodes_are_a_last_resort(
     made.append(job)
     admitted = {node: m.Inventory(node, 1, ()) for node in ("n0", "n1", "n2")}
     with members_of(job) as members:
-        members.evacuate("n1")
-        members.exclude("n1", last_resort=last_resort)
-        members.active = ["n0", "n2"]
+        seats = members.seats.evacuate("n1").exclude("n1", last_resort=last_resort)
+        members.take(seats.train_on(["n0", "n2"]))
         members.replace_lost(admitted)
     with members_of(job) as members:
-        members.active = ["n0", "n2"]
+        members.take(members.seats.train_on(["n0", "n2"]))
         del admitted["n2"]
         lost = nullcontext() if last_resort else pytest.raises(NoSpareError, match="give n1 back")
         with lost:

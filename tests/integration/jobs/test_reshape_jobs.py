@@ -303,7 +303,9 @@ def test_a_node_is_evacuated_without_a_spare(made: list[Job], tmp_path: Path) ->
     ]
     (line,) = told(job, "shrunk")
     assert "n1 leaves: continuing with 3 instead of 4, 3 ranks: n0, n2, n3" in line, job.story()
-    assert not told(job, "node_lost") and "n1" in job.supervisor.members.evacuated, job.story()
+    assert not told(job, "node_lost") and "n1" in job.supervisor.members.seats.evacuated, (
+        job.story()
+    )
     done = [json.loads(line)[0] for line in (tmp_path / "samples-0").read_text().splitlines()]
     assert done == list(range(1, iterations + 1)), "no iteration is done twice"
     check(tmp_path, 3, iterations)

@@ -274,8 +274,9 @@ def choose(job: Job, inventories: dict[str, m.Inventory]) -> tuple[Decision, m.S
     seats = HOMES if job.present else {}
     sources = HOMES if job.sources else {}
     record = SimpleNamespace(shards=seats, sources=sources, scheme="", lineage=job.lineage)
-    members: Any = SimpleNamespace(_state=SimpleNamespace(record=record), scheme="xor:2")
-    members.places, members._holders = lambda: seats, set
+    choices = SimpleNamespace(scheme="xor:2", holders=set)
+    members: Any = SimpleNamespace(_state=SimpleNamespace(record=record), seats=choices)
+    members.places = lambda: seats
     members.owned = partial(Membership.owned, members)
     members.owned_sources = partial(Membership.owned_sources, members)
     spec = SimpleNamespace(name="job", settings=SimpleNamespace(fixed_slots=2))

@@ -35,9 +35,10 @@ def continued(spec: JobSpec, rule: RankRule, left: int, folder: Path) -> tuple[i
         cluster = VirtualCluster(spec.name, names, folder / "root")
         members = Membership(spec, cluster, state, cast(Any, SimpleNamespace()))
         admitted: Any = dict.fromkeys(names[:left])
-        if not shrink(spec, state, members, Observers(), admitted):
+        job = SimpleNamespace(spec=spec, state=state, members=members, emit=Observers().emit)
+        if not shrink(cast(Any, job), admitted):
             return None
-        return len(members.active), members.scheme
+        return len(members.active), members.seats.scheme
 
 
 @settings(max_examples=40, deadline=None)

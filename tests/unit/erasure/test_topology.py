@@ -14,14 +14,8 @@ from megatron_ft.cli import main as cli
 from megatron_ft.core.errors import ConfigError, ProtectionError
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import check_domains, crowded, possible_scheme, stripe_sets
-from megatron_ft.supervisor.placement import (
-    choose_active,
-    choose_spares,
-    expand_hostlist,
-    parse_domains,
-    read_domains,
-    stripes_by_position,
-)
+from megatron_ft.supervisor.failure_domains import expand_hostlist, parse_domains, read_domains
+from megatron_ft.supervisor.seats import choose_active, choose_spares, stripes_by_position
 
 
 def test_a_simple_file_is_read() -> None:
@@ -40,10 +34,15 @@ def test_hostlists_are_expanded_in_order(nodes: list[tuple[str, int]]) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("\nwhat is this\n", "line 2.*no failure domain"), ("a: n[3-1]", r"\[3-1\] is no range"),
-     ("a: n[x]", "no range"), ("a: n[1", "no list of nodes"), ("a: n1\nb: n1", "n1 is in.*b.*a"),
-     ("a: n[0-99999999]", "no range")],
-)  # fmt: skip
+    [
+        ("\nwhat is this\n", "line 2.*not a valid failure domain"),
+        ("a: n[3-1]", r"\[3-1\] is not a valid range"),
+        ("a: n[x]", "not a valid range"),
+        ("a: n[1", "not a valid list of nodes"),
+        ("a: n1\nb: n1", "n1 is in.*b.*a"),
+        ("a: n[0-99999999]", "not a valid range"),
+    ],
+)
 def test_what_is_no_such_file_is_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_domains(text, "file")

@@ -1,4 +1,4 @@
-"""What is decided when a node shall leave a job."""
+"""Decisions when a node shall leave a job, or is lost: Seats, and the Seating of a request."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.supervisor.cycle import SnapshotEnded
 from megatron_ft.supervisor.evacuation import Seating, boundaries_ahead, loss_of_move
-from megatron_ft.supervisor.placement import nodes_to_replace
+from megatron_ft.supervisor.seats import Seats, nodes_to_replace
+from megatron_ft.supervisor.spec import JobSpec
 
 NAMES = [f"n{i}" for i in range(8)]
 SOME = st.sets(st.sampled_from(NAMES))
@@ -90,3 +92,66 @@ def test_ranks_move_only_when_nothing_is_lost_by_it(
     enough = level == "protected" or (level == "local" and not redundant)
     nothing_lost = enough and reached <= iteration and survives == snapshot
     assert (reason == "") == nothing_lost
+
+
+SPEC = JobSpec(name="j", command=("x",), nodes=3, settings=SnapshotConfig(protect="none"))
+MOVES = st.lists(
+    st.tuples(
+        st.sampled_from(["evacuate", "take_back", "exclude", "resort", "set_aside", "moved"]),
+        st.sampled_from(NAMES[:6]),
+    ),
+    max_size=8,
+)
+
+
+def seated(moves: list[tuple[str, str]]) -> Seats:
+    """Seats of three nodes and up to three spares after some decisions."""
+    seats = Seats(SPEC, tuple(NAMES[:3]))
+    for move, node in moves:
+        if move == "moved":
+            seats = seats.moved()
+        elif move == "resort":
+            seats = seats.exclude(node, last_resort=True)
+        else:
+            seats = getattr(seats, move)(node)
+    return seats
+
+
+@given(MOVES, st.sets(st.sampled_from(NAMES[:6])))
+def test_seats_replace_each_lost_node_in_its_position_if_there_are_spares(
+    moves: list[tuple[str, str]], there: set[str]
+) -> None:
+    seats, nodes = seated(moves), sorted(there)
+    lost, spares = seats.lost(nodes), seats.substitutes(nodes)
+    assert not {*spares} & {*seats.active} and {*spares} <= there
+    assert {*lost} == {*seats.active} - {*seats.usable(nodes)}
+    if len(spares) < len(lost):
+        # Not even those that shall not train would do.
+        rest = there - {*seats.active} - seats.aside
+        assert len(rest - (seats.leaving - seats.moving - seats.last_resort)) < len(lost)
+        return
+    after = seats.replaced(seats.replacements(lost, spares, []))
+    assert len({*after.active}) == len(after.active) == 3
+    assert not {*after.active} & {*lost}, "a lost node trains no more"
+    for before, now in zip(seats.active, after.active, strict=True):
+        assert before == now or before in seats.leaving or before in lost
+        assert now in there
+    assert not after.leaving & {*after.active}
+
+
+@given(MOVES, st.sampled_from(NAMES[:6]))
+def test_seats_that_are_given_back_are_what_they_were(
+    moves: list[tuple[str, str]], node: str
+) -> None:
+    seats = seated(moves).take_back(node)
+    assert seats.evacuate(node).take_back(node) == seats
+    assert node not in seats.evacuate(node).free(NAMES)
+    assert (node in seats.free(NAMES)) == (node not in {*seats.active, *seats.aside})
+
+
+@given(MOVES)
+def test_seats_never_offer_who_trains_or_must_not(moves: list[tuple[str, str]]) -> None:
+    seats = seated(moves)
+    assert not {*seats.free(NAMES)} & {*seats.active, *seats.leaving, *seats.aside}
+    assert not {*seats.usable(NAMES)} & (seats.evacuated | seats.aside)
+    assert not seats.holders(NAMES) & seats.aside

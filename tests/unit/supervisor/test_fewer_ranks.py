@@ -217,7 +217,8 @@ def test_a_job_that_shall_not_shrink_or_cannot_stays_as_it_is(tmp_path: Path) ->
             state.update(active=("n0", "n1"), shards=SEATS, rank_rule=rule)
             spec = spec_of(tmp_path, on_no_spare=policy)
             members = Membership(spec, cluster, state, cast(Any, SimpleNamespace()))
-            assert shrink(spec, state, members, observers, left) is shrunk
+            job = SimpleNamespace(spec=spec, state=state, members=members, emit=observers.emit)
+            assert shrink(cast(Any, job), left) is shrunk
             assert members.active == (["n1"] if shrunk else ["n0", "n1"])
             assert [text in event.text for event in events] == ([True] if text else [])
             kept = (state.record.shards, state.record.sources)

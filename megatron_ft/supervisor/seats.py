@@ -1,21 +1,18 @@
-"""Placement: the nodes that train, the spares that take over, and their failure domains.
-
-Failure domains come from a file of lines ``rack1: node[0-3],node7``.
-"""
+"""Seats: the nodes that train, those that may take over, and those that must not.  Pure."""
 
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import (
     Domains,
     check_domains,
+    crowded,
     domain_of,
     members_of,
     possible_scheme,
@@ -23,6 +20,128 @@ from megatron_ft.erasure.stripes import (
 )
 from megatron_ft.supervisor.job_state import JobRecord
 from megatron_ft.supervisor.spec import JobSpec
+
+Stripes = Sequence[Collection[int]]
+"""The stripes of a job, each as positions of nodes."""
+
+
+@dataclass(frozen=True)
+class Seats:
+    """The nodes of one job; methods give the next value.
+
+    ``active`` train, by position, which is the order of their ranks: a spare gets the position of
+    the node that it replaces, so that no other shard moves.  ``leaving`` must not train: their
+    ranks move to spares with the next incarnation.  ``last_resort`` are those of them that train
+    before the job stops for lack of a spare, ``moving`` the one whose memory is not elsewhere yet.
+    ``aside`` have no room for their part.
+    """
+
+    spec: JobSpec
+    active: tuple[str, ...]
+    leaving: frozenset[str] = frozenset()
+    last_resort: frozenset[str] = frozenset()
+    moving: frozenset[str] = frozenset()
+    aside: frozenset[str] = frozenset()
+
+    @classmethod
+    def noted(cls, spec: JobSpec, record: JobRecord, nodes: Sequence[str]) -> Seats:
+        """Those in a job's notes; at its first start the first of ``nodes`` train."""
+        active = record.active or tuple(first_active(spec, nodes))
+        return cls(spec, active, frozenset(record.evacuated), frozenset(record.avoided))
+
+    @property
+    def ranks(self) -> int:
+        """Number of trainer ranks; it falls when the job shrinks."""
+        return len(self.active) * self.spec.ranks_per_node
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme of new stripes: the one asked for, or the nearest for fewer nodes."""
+        spec = self.spec
+        return scheme_over(self.active, spec.nodes, spec.domains, spec.scheme)
+
+    @property
+    def evacuated(self) -> frozenset[str]:
+        """Nodes that do not train any more and are no spares."""
+        return self.leaving - {*self.active}
+
+    def usable(self, there: Iterable[str]) -> list[str]:
+        """The nodes that are there, but those that were set aside or evacuated."""
+        away = self.aside | self.evacuated
+        return [node for node in there if node not in away]
+
+    def free(self, there: Iterable[str]) -> list[str]:
+        """Nodes that are there and could take the place of another one."""
+        used = {*self.active, *self.aside, *self.leaving}
+        return [node for node in there if node not in used]
+
+    def lost(self, there: Iterable[str]) -> list[str]:
+        """Nodes that train and must be replaced, if these are all that are there."""
+        usable = self.usable(there)
+        return [node for node in self.active if node not in usable]
+
+    def holders(self, there: Iterable[str]) -> set[str]:
+        """Nodes that shards of an older layout are read from: not the one that is leaving."""
+        return set(there) - self.aside - (self.moving - {*self.active})
+
+    def substitutes(self, there: Collection[str]) -> list[str]:
+        """The nodes that take places of lost ones, the best first.
+
+        If spares are too few, also a node whose move was cut short, and those of last resort.
+        """
+        spares = [node for node in self.usable(there) if node not in self.active]
+        if len(spares) < len(self.lost(there)):
+            more = [node for node in there if node in self.moving | self.last_resort]
+            spares += [node for node in more if node not in self.active]
+        return spares
+
+    def replacements(
+        self, lost: Sequence[str], spares: Sequence[str], stripes: Stripes
+    ) -> dict[str, str]:
+        """The spare for each lost node, and for those that shall leave as far as there are some."""
+        replaced = nodes_to_replace(self.active, lost, self.leaving, len(spares))
+        domains, most = self.spec.domains, self.spec.scheme.parity_members
+        return choose_spares(self.active, replaced, spares, stripes, domains, most)
+
+    def crowded(self, stripes: Stripes) -> list[tuple[str, list[str]]]:
+        """Failure domains that have more nodes in a stripe than it can lose, with these nodes."""
+        most = self.spec.scheme.parity_members
+        nodes = [[self.active[i] for i in stripe] for stripe in stripes if most]
+        return list(crowded(nodes, self.spec.domains, most))
+
+    def replaced(self, chosen: Mapping[str, str]) -> Seats:
+        """With these nodes replaced; one that trains again is not leaving any more."""
+        active = tuple(chosen.get(node, node) for node in self.active)
+        return replace(self, active=active, leaving=self.leaving - {*active})
+
+    def train_on(self, nodes: Sequence[str]) -> Seats:
+        """These nodes train, and the others are spares."""
+        return replace(self, active=tuple(nodes))
+
+    def evacuate(self, node: str) -> Seats:
+        """``node`` gives its position to a spare, if there is one.
+
+        Until ``moved`` it takes its position back if the spare is lost.
+        """
+        return replace(self.exclude(node), moving=frozenset({node}))
+
+    def take_back(self, node: str) -> Seats:
+        """``node`` may train again."""
+        last_resort, leaving = self.last_resort - {node}, self.leaving - {node}
+        return replace(self, leaving=leaving, last_resort=last_resort, moving=frozenset())
+
+    def exclude(self, node: str, *, last_resort: bool = False) -> Seats:
+        """As ``evacuate``, from memory as it is; with ``last_resort`` before no spare is left."""
+        resort = self.last_resort - {node} | ({node} if last_resort else set())
+        return replace(self, leaving=self.leaving | {node}, last_resort=resort)
+
+    def moved(self) -> Seats:
+        """What evacuated nodes held is elsewhere."""
+        return replace(self, moving=frozenset())
+
+    def set_aside(self, node: str) -> Seats:
+        """``node`` has no room: the next incarnation gives its position to another spare."""
+        return replace(self, aside=self.aside | {node})
 
 
 def choose_active(nodes: Sequence[str], count: int, domains: Domains, scheme: Scheme) -> list[str]:
@@ -131,7 +250,7 @@ def choose_spares(
 
 
 def _words(free: Counter[str], length: int) -> Iterator[tuple[str, ...]]:
-    """Every word of so many domains, none more often than it is ``free``."""
+    """Every word of this many domains, none more often than it is ``free``."""
     if not length:
         yield ()
         return
@@ -151,87 +270,3 @@ def stripes_by_position(
     """
     sets = {frozenset(positions[s] for s in stripe if s in positions) for stripe in members}
     return sorted(sets, key=sorted)
-
-
-_ENTRY = re.compile(r"([^\s:=]+)\s*:\s*(\S.*)")
-_BRACKET = re.compile(r"\[([^\]]*)\]")
-_MOST_NAMES = 1 << 16
-
-
-def read_domains(source: str, nodes: Sequence[str]) -> dict[str, str]:
-    """Failure domain of each of ``nodes``, from a file.
-
-    ConfigError for a file that cannot be read or understood, or that does not name a node.
-    """
-    try:
-        found = parse_domains(Path(source).read_text(), source)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--failure-domains {source} cannot be read: {error}") from error
-    missing = [node for node in nodes if node not in found]
-    if missing:
-        raise ConfigError(
-            f"{source} puts {', '.join(missing)} in no failure domain; it names "
-            f"{', '.join(sorted(found)[:8]) or 'no node'}. Add them, each in a domain of its own "
-            "if it shares nothing with another"
-        )
-    return {node: found[node] for node in nodes}
-
-
-def parse_domains(text: str, where: str) -> dict[str, str]:
-    """Failure domain by node.  Pure; ConfigError, which names the line, for what is no such file.
-
-    ``#`` begins a comment.
-    """
-    found: dict[str, str] = {}
-    for number, raw in enumerate(text.splitlines(), 1):
-        line, place = raw.partition("#")[0].strip(), f"{where}, line {number}"
-        if not line:
-            continue
-        entry = _ENTRY.fullmatch(line)
-        if entry is None:
-            raise ConfigError(
-                f"{place}: {line!r} is no failure domain; write `rack1: node[0-3],node7`"
-            )
-        name, nodes = entry.groups()
-        for node in expand_hostlist(re.sub(r"\s*,\s*", ",", nodes), place):
-            if found.setdefault(node, name) != name:
-                raise ConfigError(
-                    f"{place}: {node} is in failure domain {name} and in {found[node]}; "
-                    "a node is in one"
-                )
-    return found
-
-
-def expand_hostlist(expression: str, place: str = "hostlist") -> list[str]:
-    """Host names of ``n[0-3,07],m1``: ranges keep their leading zeros.  Pure.
-
-    ConfigError, which begins with ``place``, for brackets or ranges that make no sense.
-    """
-    return [name for part in _split(expression, place) for name in _expand(part, place)]
-
-
-def _split(expression: str, place: str) -> list[str]:
-    """The parts between commas outside of brackets."""
-    parts = re.findall(r"(?:\[[^\[\]]*\]|[^\[\],])+", expression)
-    if ",".join(parts) != expression or not parts:
-        raise ConfigError(f"{place}: {expression!r} is no list of nodes; write node[0-3],node7")
-    return parts
-
-
-def _expand(part: str, place: str) -> Iterable[str]:
-    pieces = _BRACKET.split(part)
-    # Odd pieces were in brackets.
-    choices = [_range(p, place) if i % 2 else [p] for i, p in enumerate(pieces)]
-    names = ["".join(names) for names in itertools.islice(itertools.product(*choices), _MOST_NAMES)]
-    return [name.strip() for name in names]
-
-
-def _range(text: str, place: str) -> list[str]:
-    found: list[str] = []
-    for piece in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece.strip())
-        first, last = (match.group(1), match.group(2) or match.group(1)) if match else ("", "")
-        if not first or not 0 <= int(last) - int(first) < _MOST_NAMES:
-            raise ConfigError(f"{place}: [{text}] is no range of numbers; write [0-3,7]")
-        found += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
-    return found
