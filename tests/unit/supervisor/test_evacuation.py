@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_ft.config import SnapshotConfig
@@ -97,7 +97,7 @@ def test_ranks_move_only_when_nothing_is_lost_by_it(
 SPEC = JobSpec(name="j", command=("x",), nodes=3, settings=SnapshotConfig(protect="none"))
 MOVES = st.lists(
     st.tuples(
-        st.sampled_from(["evacuate", "take_back", "exclude", "resort", "set_aside", "moved"]),
+        st.sampled_from("evacuate take_back exclude resort set_aside moved replaced".split()),
         st.sampled_from(NAMES[:6]),
     ),
     max_size=8,
@@ -110,6 +110,8 @@ def seated(moves: list[tuple[str, str]]) -> Seats:
     for move, node in moves:
         if move == "moved":
             seats = seats.moved()
+        elif move == "replaced":
+            seats = seats.replaced({} if node in seats.active else {seats.active[0]: node})
         elif move == "resort":
             seats = seats.exclude(node, last_resort=True)
         else:
@@ -118,6 +120,7 @@ def seated(moves: list[tuple[str, str]]) -> Seats:
 
 
 @given(MOVES, st.sets(st.sampled_from(NAMES[:6])))
+@example([("evacuate", "n0"), ("replaced", "n3")], {"n0", "n1", "n2"})
 def test_seats_replace_each_lost_node_in_its_position_if_there_are_spares(
     moves: list[tuple[str, str]], there: set[str]
 ) -> None:
