@@ -12,8 +12,8 @@ from functools import partial, wraps
 from typing import Any
 
 from deepspeed_ext import reshape, saving
-from deepspeed_ext.early_start import EarlyStart
 from deepspeed_ext.run import EngineRun
+from deepspeed_ext.start import EarlyStart
 from deepspeed_ext.unsupported import refusals
 from megatron_ft.config import SnapshotConfig, environment_source, resolve
 from megatron_ft.config.flags import job_contradictions
@@ -26,13 +26,13 @@ from megatron_ft.trainer.manager import SnapshotManager
 
 def begin(engine: Any, section: Section) -> EngineRun:
     """The snapshots of ``engine`` from now on; see hooks.attach."""
-    config, early = _checked(engine, section), EarlyStart.take()
+    config, early = _checked(engine, section), EarlyStart.claim()
     if early is not None and (place := place_of(engine)) != early.place:
         raise ConfigError(
             f"this engine makes its process {place['shard_id']}, and what it starts from was "
             f'decided for {early.place["shard_id"]}: train without "{SECTION}"'
         )
-    run = EngineRun(engine, section, config, lambda: make_manager(config, engine), early)
+    run = EngineRun(engine, section, lambda: make_manager(config, engine), early)
     saving.wrap_checkpoint_engine(engine)
     _replace_methods(engine, run)
     atexit.register(run.close)

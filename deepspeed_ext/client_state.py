@@ -74,13 +74,17 @@ class ClientState:
         self._entries: dict[str, Any] = {}
         self._given_at: int | None = None
         self._outside: set[str] = set()
-        self.client, self._refused = "", ""
+        self.client, self._refused, self._objected = "", "", ""
         self._warned = False
 
     @property
     def needs_load(self) -> bool:
         """True if the script gets something back from ``load_checkpoint`` that it has to set."""
         return bool(self._declared or provider_of(self._engine))
+
+    def give_to(self, client: str) -> None:
+        """The adapter of ``client`` gives the entries, and gets those of a snapshot back."""
+        self.client = client
 
     def refuse(self, reason: str) -> None:
         """Let no snapshot from now on serve, for the reason that an adapter gives."""
@@ -164,6 +168,11 @@ class ClientState:
             f'follow from engine.global_steps, add "{FOLLOWS_ENGINE}": true to the '
             f"inmem_snapshot section; else {_WITH_FUNCTION}"
         )
+
+    def new_objection(self) -> str:
+        """As ``objection``; '' if it is that of the last call."""
+        before, self._objected = self._objected, self.objection()
+        return "" if self._objected == before else self._objected
 
     def result(self) -> dict[str, Any]:
         """The client_state for ``load_checkpoint`` to return, once counters are restored."""

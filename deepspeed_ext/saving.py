@@ -48,10 +48,10 @@ class Checkpoints:
     the step of a snapshot.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, asked: Named | None = None) -> None:
         self._engine = engine
         self.saved: Named | None = None
-        self.asked: Named | None = None
+        self.asked = asked
 
     def save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``engine.save_checkpoint`` with ``latest`` written after every rank has committed.

@@ -36,7 +36,7 @@ class EngineMemory(InMemoryState):
                 'with a DeepSpeedPlugin whose config has "inmem_snapshot"'
             )
         ((self._engine, self._run),) = found
-        self._run.client_ends = True
+        self._run.leave_ends_to_client()
         set_client_state(self._engine, self._entries)
 
     def resume(self, checkpoint: str | None = None) -> int:

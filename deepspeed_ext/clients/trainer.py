@@ -30,8 +30,8 @@ from transformers.trainer_utils import get_last_checkpoint, has_length
 
 from deepspeed_ext import attachment
 from deepspeed_ext.client_state import CLIENT, set_client_state
-from deepspeed_ext.early_start import EarlyStart
 from deepspeed_ext.hooks import run_of
+from deepspeed_ext.start import EarlyStart
 from deepspeed_ext.state import RANDOM
 from deepspeed_ext.state_parts import RandomStates
 from megatron_ft.config import environment_source, resolve
@@ -87,7 +87,7 @@ def start(trainer: Any, section: Section, wanted: str | bool | None) -> Iterator
             yield _written(found, Path(at)) if serves else wanted
     finally:
         feeder.end()
-        if EarlyStart.take() is early:
+        if EarlyStart.claim() is early:
             early.manager.close()
 
 

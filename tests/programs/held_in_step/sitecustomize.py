@@ -28,7 +28,7 @@ def hold_megatron() -> None:
     def held(*args: Any, **kwargs: Any) -> Any:
         from megatron_ft.megatron import hooks
 
-        hold(get_args().curr_iteration, hooks._current)
+        hold(get_args().curr_iteration, getattr(hooks._current, "_manager", None))
         return step(*args, **kwargs)
 
     def held_before_it(*args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ def hold_megatron() -> None:
         from megatron_ft.megatron import hooks
 
         if get_args().async_save and not kwargs.get("blocking"):
-            hold(next(iterations), hooks._current)
+            hold(next(iterations), getattr(hooks._current, "_manager", None))
         return finalize(*args, **kwargs)
 
     training.train_step, training.maybe_finalize_async_save = held, held_before_it
@@ -53,15 +53,16 @@ def hold_deepspeed() -> None:
     def held(engine: Any, *args: Any, **kwargs: Any) -> Any:
         from deepspeed_ext.hooks import run_of
 
-        hold(engine.global_steps, run_of(engine))
+        run: Any = run_of(engine)
+        hold(engine.global_steps, run._snapshots.manager)
         return step(engine, *args, **kwargs)
 
     DeepSpeedEngine.step = held
 
 
-def hold(finished: int, run: Any) -> None:
+def hold(finished: int, manager: Any) -> None:
     if finished == 0:
-        await_permit(run._manager._capture._arena.engine.arena)
+        await_permit(manager._capture._arena.engine.arena)
     if finished + 1 == ITERATION and os.environ["RANK"] == RANK:
         signal.pause()
 
