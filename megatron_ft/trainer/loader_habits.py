@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from types import GeneratorType
 from typing import Any
 
@@ -16,13 +17,17 @@ _CARRIERS: tuple[type, ...] = (
 
 MOST_CARRIERS = 6
 
-ENDLESS = "write a function instead that loops `while True: yield from loader`"
+_ENDLESS = "write a function instead that loops `while True: yield from loader`"
 
 
-LIMITED = (
-    "a pass continues behind batch {}, and itertools.islice counts its limit anew: compute the "
-    "limit from the number of the iteration"
-)
+class Clock:
+    """Iterations that have ended in this process, and those in which batches were read last."""
+
+    runs = False
+    """True if somebody counts the iterations."""
+    ended = 0
+    read = finished = -1
+    thread: int | None = None
 
 
 def readers(iterators: Iterable[Any]) -> set[type]:
@@ -76,3 +81,78 @@ class ReadingPace:
         """The next iteration is the first of a restart, to be compared with those before."""
         self._first, self._later = None, []
         self._before = state[0] if state else None
+
+
+class Reading:
+    """The way in which a program reads one loader, pass by pass."""
+
+    def __init__(self) -> None:
+        self._pace, self._given, self._ended = ReadingPace(), 0, False
+        self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._alternating: tuple[Any, Any] | None = None
+        self._in_cycle = self._spans = False
+
+    def begins(self, iterator: Any) -> None:
+        self._iterators.add(iterator)
+
+    def took(self) -> None:
+        self._given += 1
+
+    def alternates(self, one: Any, other: Any) -> None:
+        """A batch of one pass was read behind batches of a newer one."""
+        self._alternating = one, other
+
+    def ends(self) -> None:
+        self._ended = True
+
+    def iteration_ended(self, *, in_pass: bool) -> None:
+        self._pace.iteration_ended(self._given, whole=not self._ended)
+        self._spans |= bool(self._given) and in_pass
+        self._given, self._ended = 0, False
+
+    def pace(self) -> list[int]:
+        return self._pace.state_dict()
+
+    def restarts(self, pace: Sequence[int]) -> None:
+        self._pace.load_state_dict(pace)
+        self._given = 0
+
+    def problem(
+        self, at: Any, live: Sequence[Any], passes: int, warn: Callable[[str], None]
+    ) -> str:
+        """The reason why no count of batches says what training has used, '' if there is none.
+
+        ``at`` is the pass that is read, None between passes; ``live`` are those that are open, and
+        ``passes`` is the number of all.
+        """
+        if Clock.ended and self._iterators:
+            kinds = readers(self._iterators)
+            self._iterators.clear()
+            self._in_cycle |= itertools.cycle in kinds
+            if itertools.islice in kinds and at is not None and at.place and at.place["consumed"]:
+                warn(
+                    f"a pass continues behind batch {at.place['consumed']}, and itertools.islice "
+                    "counts its limit anew: compute the limit from the number of the iteration"
+                )
+        if self._in_cycle:
+            return f"itertools.cycle keeps the batches of the first pass: {_ENDLESS}"
+        if self._alternating is not None and all(one in live for one in self._alternating):
+            return "two iterators read it in turn: wrap a DataLoader for each of them"
+        if at is None and passes and Clock.ended > Clock.read + 1:
+            unread = f"its pass is over, and no loader was read in this iteration: {_ENDLESS}"
+            if self._spans:
+                return unread
+            warn(f"{unread}, if training uses its batches")
+        elsewhere = at is not None and at.thread != Clock.thread
+        if elsewhere and None not in (at.thread, Clock.thread):
+            return (
+                "another thread reads it, ahead of training: read it where you train; num_workers "
+                "and prefetch_factor have workers read ahead"
+            )
+        if ahead := self._pace.ahead:
+            return (
+                f"the first iteration read {ahead} batches more than later ones: read a batch in "
+                "the iteration that uses it, and call save() in each; num_workers and "
+                "prefetch_factor have workers read ahead"
+            )
+        return ""

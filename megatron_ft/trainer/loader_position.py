@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, islice, product
+from itertools import product
 from typing import Any
 
 from torch.utils.data import DistributedSampler
 
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
 from megatron_ft.trainer.loader_epochs import EpochNumbers
-from megatron_ft.trainer.loader_habits import ENDLESS, LIMITED, ReadingPace, readers
+from megatron_ft.trainer.loader_habits import Clock, Reading
 from megatron_ft.trainer.loader_order import READERS, OwnState, numbered, samplers_of
 from megatron_ft.trainer.loader_trace import (
     END,
@@ -43,16 +43,6 @@ from what that restores."""
 
 SHARED_ANEW = "shared_anew"
 """Key of a position that ranks of another number take: their batches a step, and the old ones'."""
-
-
-class Clock:
-    """Iterations that have ended in this process, and those in which batches were read last."""
-
-    runs = False
-    """True if somebody counts the iterations."""
-    ended = 0
-    read = finished = -1
-    thread: int | None = None
 
 
 @dataclass(eq=False)
@@ -96,13 +86,10 @@ class LoaderPosition:
         self._at: Pass | None = None
         # A place to continue at, from its restore until a pass is opened there.
         self._pending: dict[str, Any] | None = None
-        self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._twice: tuple[Pass, Pass] | None = None
-        self._draws, self._in_cycle = SharedDraws(), False
+        self._draws, self._reading = SharedDraws(), Reading()
         known = {type(one).__module__.partition(".")[0] for one in samplers_of(loader)}
         self._samples_draw = not known <= {"torch", "deepspeed"} and not self.reads_ahead
-        self._pace, self._given, self._ended = ReadingPace(), 0, False
-        self._spans, self._warned = False, set[str]()
+        self._warned = set[str]()
 
     def _numbered(self) -> list[Any]:
         return numbered(self.loader)
@@ -114,7 +101,7 @@ class LoaderPosition:
         self._passes += 1
         self._live.append(self._at)
         batches = self._batches(self._at)
-        self._iterators.add(batches)
+        self._reading.begins(batches)
         return batches
 
     def _batches(self, one: Pass) -> Iterator[Any]:
@@ -146,10 +133,10 @@ class LoaderPosition:
     def _took(self, one: Pass, batch: Any) -> None:
         newer = self._at
         if newer is not one and newer in self._live and newer is not None and newer.consumed:
-            self._twice = (one, newer)
+            self._reading.alternates(one, newer)
         self._at = one
         one.consumed += 1
-        self._given += 1
+        self._reading.took()
         Clock.read = one.read_in = Clock.ended
         one.thread = threading.get_ident()
         one.trace.took(batch)
@@ -160,7 +147,7 @@ class LoaderPosition:
 
     def _over(self, one: Pass) -> None:
         self._live.remove(one)
-        self._ended = True
+        self._reading.ends()
         if one.finished:
             Clock.finished = Clock.ended
         if one is not self._at:
@@ -298,7 +285,7 @@ class LoaderPosition:
             "consumed": None if one is None else one.consumed,
             "trace": None if one is None else one.trace.value,
             "now": self._own.now(),
-            "pace": self._pace.state_dict(),
+            "pace": self._reading.pace(),
             "size": self._size(),
             "sampler": self._sampler,
             "first_epochs": self._first_epochs,
@@ -310,8 +297,8 @@ class LoaderPosition:
             raise LayoutMismatchError(f"{self._name()} was written by another release")
         if SHARED_ANEW in state:
             state = self._shared_anew(state, *state[SHARED_ANEW])
-        self._pace.load_state_dict(state["pace"])
-        self._given, self._first_epochs = 0, state["first_epochs"]
+        self._reading.restarts(state["pace"])
+        self._first_epochs = state["first_epochs"]
         self._pending = {**state}
         self._sampler = self._sampler if state["sampler"] else ""
         if state["consumed"] is None:
@@ -320,66 +307,29 @@ class LoaderPosition:
 
     def iteration_ended(self) -> None:
         """The training thread ends an iteration; ``Clock`` has counted it."""
-        self._pace.iteration_ended(self._given, whole=not self._ended)
-        self._spans |= bool(self._given) and self._at is not None
-        self._given, self._ended = 0, False
+        self._reading.iteration_ended(in_pass=self._at is not None)
 
     def _problem(self) -> str:
         """The reason why no count can say what training has used, '' if there is none."""
-        one, loader, ahead = self._at, self.loader, self._pace.ahead
-        if Clock.ended and self._iterators:
-            kinds = readers(self._iterators)
-            self._iterators.clear()
-            self._in_cycle |= cycle in kinds
-            place = None if one is None else one.place
-            if islice in kinds and place is not None and place["consumed"]:
-                self._warn_once(LIMITED.format(place["consumed"]))
-        unread = ""
-        if one is None and self._passes and Clock.ended > Clock.read + 1:
-            unread = f"its pass is over, and no loader was read in this iteration: {ENDLESS}"
-            if not self._spans:
-                self._warn_once(f"{unread}, if training uses its batches")
-        in_thread = one is not None and None not in (one.thread, Clock.thread)
-        stays = workers_of(loader) and getattr(loader, "persistent_workers", False)
-        found = (
-            (self._own.problem(), "{}"),
-            (
-                workers_of(loader) and not getattr(loader, "in_order", True),
-                "in_order=False gives batches as workers finish them: set it to True",
-            ),
-            (
-                stays and (self._own.generators_of(READERS) or self._workers_are_behind()),
-                "persistent workers keep the data set of the first pass, its generators and its "
-                "epoch: set persistent_workers=False",
-            ),
-            (
-                self._in_cycle,
-                f"itertools.cycle keeps the batches of the first pass: {ENDLESS}",
-            ),
-            (
-                self._twice is not None and all(each in self._live for each in self._twice),
-                "two iterators read it in turn: wrap a DataLoader for each of them",
-            ),
-            (self._spans and unread, "{}"),
-            (
-                in_thread and one is not None and one.thread != Clock.thread,
-                "another thread reads it, ahead of training: read it where you train; num_workers "
-                "and prefetch_factor have workers read ahead",
-            ),
-            (
-                ahead,
-                "the first iteration read {} batches more than later ones: read a batch in the "
-                "iteration that uses it, and call save() in each; num_workers and "
-                "prefetch_factor have workers read ahead",
-            ),
-            (
-                self._draws.draws and self._draws.others,
+        if problem := self._own.problem():
+            return problem
+        if workers_of(self.loader):
+            if not getattr(self.loader, "in_order", True):
+                return "in_order=False gives batches as workers finish them: set it to True"
+            stays = getattr(self.loader, "persistent_workers", False)
+            if stays and (self._own.generators_of(READERS) or self._workers_are_behind()):
+                return (
+                    "persistent workers keep the data set of the first pass, its generators and "
+                    "its epoch: set persistent_workers=False"
+                )
+        problem = self._reading.problem(self._at, self._live, self._passes, self._warn_once)
+        if not problem and self._draws.draws and self._draws.others:
+            return (
                 "reading it draws from the generators of the process, and so does training in "
                 "between: have its sampler or data set draw from a generator of its own, which is "
-                "an attribute",
-            ),
-        )
-        return next((text.format(problem) for problem, text in found if problem), "")
+                "an attribute"
+            )
+        return problem
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:

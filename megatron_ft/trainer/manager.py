@@ -29,7 +29,7 @@ from megatron_ft.trainer.copier import Copier
 from megatron_ft.trainer.engine import choose_copier
 from megatron_ft.trainer.fences import Fences
 from megatron_ft.trainer.heartbeats import TrainerWatch
-from megatron_ft.trainer.loader_position import Clock
+from megatron_ft.trainer.loader_habits import Clock
 from megatron_ft.trainer.mapping import State, StateAdapter
 from megatron_ft.trainer.pending_restore import PendingRestore
 from megatron_ft.trainer.state import TrainingState, TrainsInPlace
@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 
 def number(name: str, default: int) -> int:
-    """The environment variable ``name``, such as RANK; ``default`` where it is not set."""
     return int(os.environ.get(name, default))
 
 

@@ -15,7 +15,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.trainer.loader_position import Clock, LoaderPosition
+from megatron_ft.trainer.loader_habits import Clock
+from megatron_ft.trainer.loader_position import LoaderPosition
 from megatron_ft.trainer.loader_trace import sampler_name
 from megatron_ft.trainer.own_position import OwnPosition
 from megatron_ft.trainer.teardown import on_teardown
@@ -82,7 +83,6 @@ class ResumableLoader:
 
 
 def position_of(loader: Any) -> LoaderPosition:
-    """The position of a loader, by what the loader is."""
     deepspeed = sys.modules.get("deepspeed.runtime.dataloader")
     if deepspeed is not None and isinstance(loader, deepspeed.DeepSpeedDataLoader):
         items = 1 if loader.curriculum_learning_enabled else loader.batch_size
@@ -113,7 +113,6 @@ def register(position: LoaderPosition, name: str = "") -> None:
 
 
 def positions() -> dict[str, Any]:
-    """The positions of all loaders of this process by name; see ResumableLoader."""
     return {name: position.state_dict() for name, position in sorted(registered.items())}
 
 

@@ -369,6 +369,7 @@ def hide_tensors() -> None:
     """Before training begins: what is hidden from a snapshot is refused by its name."""
     from megatron_ft.core.errors import ConfigError
     from megatron_ft.megatron.run import SnapshotRun
+    from megatron_ft.trainer.module_tree import load_trained
 
     begin: Any = SnapshotRun.begin_training
 
@@ -394,7 +395,7 @@ def hide_tensors() -> None:
         flags = state.objects()["flags"]
         weight.requires_grad_(False)
         frozen = state.objects()["flags"]
-        state._load_flags(flags)
+        assert load_trained(state._tree.parameters.values(), flags)
         assert weight.requires_grad and frozen != flags
 
     SnapshotRun.begin_training = checked  # type: ignore[method-assign]
