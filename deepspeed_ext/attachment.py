@@ -25,7 +25,6 @@ from megatron_ft.trainer.manager import SnapshotManager
 
 
 def begin(engine: Any, section: Section) -> EngineRun:
-    """The snapshots of ``engine`` from now on; see hooks.attach."""
     config, early = _checked(engine, section), EarlyStart.claim()
     if early is not None and (place := place_of(engine)) != early.place:
         raise ConfigError(
@@ -40,7 +39,6 @@ def begin(engine: Any, section: Section) -> EngineRun:
 
 
 def _checked(engine: Any, section: Section) -> SnapshotConfig:
-    """Resolve the settings; ConfigError if they cannot work with this engine."""
     problems = refusals(engine)
     problems += job_contradictions(section.source, "reads only a JSON file that the command names")
     config = resolve(section.source, environment_source())
@@ -85,7 +83,6 @@ def make_manager(config: SnapshotConfig, engine: Any) -> SnapshotManager:
 def manager_at(
     config: SnapshotConfig, place: Mapping[str, Any], rule: RankRule | None = None
 ) -> SnapshotManager:
-    """The manager of a rank at a ``place``, as of ``place_of``; errors as of make_manager."""
     return SnapshotManager(config, **place, rank_rule=rule)
 
 

@@ -171,11 +171,9 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._publishes = self._writes_latest = False
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Begin a checkpoint, or another set of files (``save_16bit_model``)."""
         self._attempt(self.inner.create, self._as_asked(info))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder as the inner engine does."""
         self._attempt(self.inner.makedirs, path, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
@@ -184,7 +182,6 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._written.append(Path(path))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read a file with the inner engine."""
         return self.inner.load(path, map_location=map_location)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
@@ -205,11 +202,9 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return True
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """As the inner engine."""
         return bool(self.inner.is_data_parallel_writer(dp_rank))
 
     def preserves_storage_sharing(self) -> bool:
-        """As the inner engine."""
         return bool(self.inner.preserves_storage_sharing())
 
     def __getattr__(self, name: str) -> Any:
@@ -251,7 +246,6 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         )
 
     def _end(self) -> None:
-        """Forget this checkpoint: nobody waits for this rank any more."""
         self._failure, self._written, self._awaited = None, [], False
 
     def _make_durable(self) -> None:

@@ -68,8 +68,6 @@ class _Describer:
         self._owned = {name for name, p in parameters.items() if id(p) in owned}
 
     def inside(self, file: str) -> Callable[[Any], TensorRecipe | None]:
-        """A function for ``form.dump`` of this file."""
-
         def describe(part: Any) -> TensorRecipe | None:
             return self._of(file, part) if isinstance(part, torch.Tensor) else None
 
@@ -165,14 +163,12 @@ class _Recorder:
         self._real = real
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Keep the tree under its path relative to the checkpoint's folder."""
         self.files[os.path.relpath(path, os.path.join(ROOT, TAG))] = state_dict
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make nothing."""
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """As the engine that saves later."""
         return bool(self._real.is_data_parallel_writer(dp_rank))
 
     def preserves_storage_sharing(self) -> bool:
@@ -198,7 +194,6 @@ class _NoCopies(TorchFunctionMode):
 
 @contextmanager
 def _replaced(holder: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Attributes of one object replaced for a while."""
     before = {name: vars(holder)[name] for name in attributes if name in vars(holder)}
     vars(holder).update(attributes)
     try:

@@ -53,7 +53,6 @@ def set_client_state(engine: Any, provider: Provider) -> None:
 
 
 def provider_of(engine: Any) -> Provider | None:
-    """The provider that ``set_client_state`` was given for this engine."""
     found: Provider | None = vars(engine).get(_PROVIDER)
     return found
 
@@ -87,7 +86,6 @@ class ClientState:
         self.client = client
 
     def refuse(self, reason: str) -> None:
-        """Let no snapshot from now on serve, for the reason that an adapter gives."""
         self._refused = reason
 
     def given(self, client_state: Mapping[str, Any] | None) -> None:
@@ -124,7 +122,6 @@ class ClientState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with what a snapshot holds."""
         self._entries, self._given_at = dict(state["entries"]), state["given_at"]
 
     def objection(self, objects: Mapping[str, Any] | None = None) -> str:
@@ -184,7 +181,6 @@ class ClientState:
         return RestoredClientState(entries)
 
     def _unexplained(self, entries: Mapping[str, Any]) -> list[str]:
-        """Entries that cannot be told for another step."""
         return sorted(entries.keys() - self._declared.keys())
 
     def watch_optimizers(self, own: Callable[[], Any]) -> Any:

@@ -185,7 +185,6 @@ def client_entries(objects: Mapping[str, Any], declared: Mapping[str, str]) -> T
 
 
 def _fill_module(module: Tree | None, name: str, state: Any) -> None:
-    """Set what a module keeps outside parameters and buffers."""
     key = f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE
     if module is None or key not in module:
         raise ExportError(f"DeepSpeed saves no extra state of {name}, the snapshot holds one")
@@ -259,7 +258,6 @@ def announce(directory: Path, iteration: int) -> None:
 
 
 def advice(directory: Path) -> str:
-    """The call that resumes from the exported checkpoint."""
     return f"engine.load_checkpoint({str(directory)!r})"
 
 

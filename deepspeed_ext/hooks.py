@@ -76,7 +76,6 @@ def attach(engine: Any, *, follows_engine: bool | None = None) -> EngineRun | No
 
 
 def run_of(engine: Any) -> EngineRun | None:
-    """The run of an engine that was attached, else None."""
     run: EngineRun | None = vars(engine).get(_RUN)
     return run
 
@@ -111,6 +110,5 @@ def _guarded(original: Function) -> Function:
 
 
 def _section_of(engine: Any) -> Section | None:
-    """Our section in the engine's configuration; ConfigError if something in it is wrong."""
     config = getattr(engine, "_config", None)
     return read_section(getattr(config, "_param_dict", {}))

@@ -40,7 +40,6 @@ def install() -> None:
 
 
 def watch(engine: Any) -> None:
-    """Have ``engine`` destroyed if it is still there when training is to be entered again."""
     _engines.add(engine)
 
 
@@ -52,7 +51,6 @@ def _note() -> None:
 
 
 def _reset() -> None:
-    """Destroy all engines, and leave DeepSpeed's modules as they were noted."""
     for engine in list(_engines):
         engine.destroy()
     _engines.clear()

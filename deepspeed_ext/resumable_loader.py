@@ -64,11 +64,9 @@ class DataPosition:
             vars(engine)["deepspeed_io"] = _watching(engine.deepspeed_io)
 
     def state_dict(self) -> dict[str, Any]:
-        """Positions by name of the loader; see ResumableLoader."""
         return positions()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them; those of loaders that do not exist yet wait for these to be made."""
         set_positions(state)
 
     def warning(self) -> str:

@@ -129,11 +129,9 @@ class EngineRun:
             manager.save(ended, state)
 
     def refuse(self, reason: str) -> None:
-        """Have no restart use the snapshots from now on, for a reason that its client knows."""
         self._script.client.refuse(reason)
 
     def _warn_of_objection(self) -> None:
-        """Warn as training begins, and again when more is known of the script."""
         if objection := self._script.client.new_objection():
             self._start.say(f"warning: a restart of this job will use no snapshot: {objection}")
 

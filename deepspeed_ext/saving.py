@@ -109,7 +109,6 @@ class Checkpoints:
         return {name: one._asdict() for name, one in named.items() if one is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what an earlier incarnation saved; each asks for itself."""
         self.saved = _named(state.get("saved")) or self.saved
 
 

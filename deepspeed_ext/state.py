@@ -92,7 +92,6 @@ class EngineState(FrameworkState):
         self._shared = shared_states(self._masters)
 
     def refresh(self) -> None:
-        """Read the model and the state of its optimizer as they are now."""
         self._model.refresh()
         weights = {weight.name: weight.tensor for weight in self._copies()}
         self._tensors = {**self._model.frozen, **weights, **self._kept.tensors()}
@@ -132,19 +131,15 @@ class EngineState(FrameworkState):
 
     @property
     def inner_optimizer(self) -> Any:
-        """The optimizer before whose steps captures have to be over."""
         return self._view.inner
 
     def before_training(self) -> None:
-        """See OptimizerView."""
         self._view.before_training()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Masters, moments, steps, frozen parameters: changed by the optimizer alone."""
         return self._found()
 
     def boundary_tensors(self) -> dict[str, torch.Tensor]:
-        """Every buffer: forward may change it."""
         self._found()
         return self._model.buffers
 
@@ -195,7 +190,6 @@ class EngineState(FrameworkState):
         return made
 
     def objects(self) -> dict[str, Any]:
-        """Small values as of now; no tensor in them shares memory with a live one."""
         self._found()
         own = {
             "version": self.version,

@@ -44,7 +44,6 @@ CURRICULUM = "curriculum_scheduler_legacy"
 
 
 def capture(engine: Any) -> dict[str, Any]:
-    """All of it as plain values, as of now."""
     found = ((name, getattr(engine, name, None)) for name in STATEFUL)
     states = {name: host_copy(value.state_dict()) for name, value in found if value is not None}
     curriculum = getattr(engine, CURRICULUM, None)
@@ -59,7 +58,6 @@ def capture(engine: Any) -> dict[str, Any]:
 
 
 def restore(engine: Any, captured: Mapping[str, Any]) -> None:
-    """Set what :func:`capture` gave; what the engine has not any more is left out."""
     set_fields(engine, captured["counters"])
     set_fields(engine._config, captured.get("batch", {}))
     if engine.pipeline_parallelism:
@@ -96,7 +94,6 @@ class ModelTensors:
         self._sorted: tuple[Mapping[str, Any], list[str]] = {}, []
 
     def refresh(self) -> None:
-        """Look at the model as it is now."""
         self.tree.refresh()
         owned = set(map(id, self._find_owned()))
         # ZeRO-3 leaves an empty tensor in the model, and its partition beside it.
@@ -141,7 +138,6 @@ class ModelTensors:
         return list(map(every.__getitem__, self._sorted[1]))
 
     def forget(self) -> None:
-        """Let go of all tensors, until the next ``refresh``."""
         self.tree.forget()
         self.buffers, self.frozen = {}, {}
 
@@ -153,14 +149,12 @@ class RandomStates:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The states as of now."""
         return {
             "generators": RngState().state_dict(),
             "tracker": {name: _copy(state) for name, state in _tracker().get_states().items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set them; may be called more than once with the same value."""
         _tracker().set_states({name: _copy(value) for name, value in state["tracker"].items()})
         RngState().load_state_dict(state["generators"])
 

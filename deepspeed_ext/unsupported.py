@@ -31,7 +31,6 @@ USED = (
 
 
 def check_deepspeed(required: Sequence[Required] = USED) -> None:
-    """Check the imported DeepSpeed; UnsupportedVersionError naming releases that work."""
     import deepspeed
 
     check_release(DEEPSPEED, str(deepspeed.__version__), required, '"inmem_snapshot"')
@@ -157,7 +156,6 @@ def _optimizer_refusals(engine: Any) -> list[str]:
 
 
 def config_refusals(config: Any) -> list[str]:
-    """The reasons that a DeepSpeedConfig gives."""
     given = ((refusal, _given(config._param_dict, refusal.key)) for refusal in REFUSALS)
     return [f"{r.key}: {r.reason}" for r, value in given if value is not None and r.used(value)]
 

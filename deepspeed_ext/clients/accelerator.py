@@ -40,7 +40,6 @@ class EngineMemory(InMemoryState):
         set_client_state(self._engine, self._entries)
 
     def resume(self, checkpoint: str | None = None) -> int:
-        """The step that training continues from; see InMemoryState."""
         state = self._run.serve(NAME, checkpoint or os.devnull)
         if state is not None:
             for part, stored in zip(self._parts(), state["parts"], strict=True):
@@ -57,7 +56,6 @@ class EngineMemory(InMemoryState):
         self._run.end_iteration()
 
     def close(self, *, finished: bool | None = None) -> None:
-        """Let a running capture end, and leave the job; see megatron_ft.InMemoryState.close."""
         if finished is not None:
             self._run.plan_ended(finished)
         self._run.close()

@@ -151,7 +151,6 @@ class Feeder(TrainerCallback):  # type: ignore[misc]
         trainer.callback_handler.callbacks.insert(0, self)
 
     def end(self) -> None:
-        """Leave the Trainer as it was."""
         if self in (callbacks := self._trainer.callback_handler.callbacks):
             callbacks.remove(self)
         vars(self._trainer).pop("get_batch_samples", None)
@@ -247,7 +246,6 @@ class Feeder(TrainerCallback):  # type: ignore[misc]
         return [one for one in callbacks if isinstance(one, ExportableState)]
 
     def _entries(self) -> dict[str, Any]:
-        """The Trainer's state as of now."""
         trainer = self._trainer
         exported = [*self._stateful(), trainer.control]
         own = dataclasses.replace(

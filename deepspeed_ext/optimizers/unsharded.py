@@ -34,7 +34,6 @@ class PlainView(OptimizerView):
 
     @property
     def inner(self) -> Any:
-        """The optimizer itself."""
         return self._wrapper
 
     def masters(self) -> Sequence[OwnedMaster]:
@@ -66,7 +65,6 @@ class PlainView(OptimizerView):
         return name
 
     def weights(self) -> Sequence[Weight]:
-        """None."""
         return []
 
     def owned(self) -> Iterable[torch.Tensor]:
@@ -93,7 +91,6 @@ class PlainView(OptimizerView):
         return True
 
     def replica_group(self, name: str) -> Any:
-        """That of the parameter."""
         found = self._find(name)
         return None if found is None else replica_group(self._engine, found[1])
 
@@ -104,7 +101,6 @@ class PlainView(OptimizerView):
         return next((one for one in every if owner == f"optimizer/{self._name(one[1])}"), None)
 
     def scalars(self) -> dict[str, Any]:
-        """Nothing."""
         return {}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
@@ -116,11 +112,9 @@ class _WrapperView(PlainView):
 
     @property
     def inner(self) -> Any:
-        """The optimizer that the wrapper was given."""
         return self._wrapper.optimizer
 
     def owned(self) -> Iterable[torch.Tensor]:
-        """The parameters that have masters."""
         return [parameter for group in self._wrapper.fp16_groups for parameter in group]
 
     def scaler(self) -> Any:
@@ -137,13 +131,11 @@ class UnfusedView(_WrapperView):
     """``FP16_UnfusedOptimizer``, of bf16 too: a master for each parameter."""
 
     def masters(self) -> Sequence[OwnedMaster]:
-        """One a trained parameter."""
         return [
             self._master(group, parameter, master) for group, parameter, master in self._pairs()
         ]
 
     def weights(self) -> Sequence[Weight]:
-        """One a trained parameter."""
         return [
             Weight(
                 f"weight/{self._name(parameter)}",
@@ -166,7 +158,6 @@ class FusedView(_WrapperView):
     """``FP16_Optimizer``, of bf16 too: one flat master for each parameter group."""
 
     def masters(self) -> Sequence[OwnedMaster]:
-        """One a parameter group."""
         groups, flats = self.inner.param_groups, self._wrapper.fp32_groups_flat
         return [
             OwnedMaster(f"optimizer/{name}", self.inner, group, flat, replicas)
@@ -176,7 +167,6 @@ class FusedView(_WrapperView):
         ]
 
     def weights(self) -> Sequence[Weight]:
-        """One a parameter group."""
         names, wrapper = group_names(self.inner.param_groups), self._wrapper
         pairs = zip(wrapper.fp16_groups_flat, wrapper.fp32_groups_flat, strict=True)
         return [

@@ -101,7 +101,6 @@ class OptimizerView(ABC):
         return None
 
     def scaler(self) -> Any:
-        """The object that holds the loss scale, None if there is none."""
         return getattr(self._wrapper, "loss_scaler", None)
 
     def scalars(self) -> dict[str, Any]:
@@ -114,7 +113,6 @@ class OptimizerView(ABC):
         }
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Set what ``scalars`` gave, in the objects that are there."""
         scaler, autocast = self.scaler(), getattr(self._wrapper, _AUTOCAST_SCALER, None)
         set_fields(self._wrapper, scalars["wrapper"])
         if scaler is not None:
@@ -140,7 +138,6 @@ def plain_fields(holder: Any, names: Iterable[str] | None = None) -> dict[str, A
 
 
 def set_fields(holder: Any, fields: Mapping[str, Any]) -> None:
-    """Set what :func:`plain_fields` gave."""
     for name, value in fields.items():
         setattr(holder, name, value)
 
@@ -168,7 +165,6 @@ def group_scalars(inner: Any) -> dict[str, dict[str, Any]]:
 
 
 def load_group_scalars(inner: Any, scalars: Mapping[str, dict[str, Any]]) -> None:
-    """Set what :func:`group_scalars` gave; LayoutMismatchError if there are other groups."""
     names = group_names(inner.param_groups)
     if set(names) != set(scalars):
         raise LayoutMismatchError(
@@ -218,7 +214,6 @@ def tensors_of(masters: Iterable[OwnedMaster]) -> MasterTensors:
 
 
 def names_of(master: OwnedMaster) -> list[str]:
-    """The names of one master's tensors, as of now."""
     kept = master_tensors.state_tensors(master.inner, master.parameter)
     return [f"{master.name}{_SEPARATOR}{name}" for name in (MASTER, *kept)]
 

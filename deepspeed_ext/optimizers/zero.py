@@ -67,7 +67,6 @@ class Zero12View(OptimizerView):
         return list(self._flats)
 
     def owned(self) -> Iterable[torch.Tensor]:
-        """The parameters that are flattened."""
         return [parameter for group in self._parameters for parameter in group]
 
     def publish(self, kept: Mapping[str, torch.Tensor]) -> None:
@@ -143,7 +142,6 @@ class Bf16View(Zero12View):
         return wrapper.bf16_groups, wrapper.bf16_groups_flat, partitions, masters
 
     def scaler(self) -> Any:
-        """None."""
         return None
 
 
@@ -180,7 +178,6 @@ class Zero3View(OptimizerView):
         return [*super().derived(), *(p.detach() for p in whole if p.numel())]
 
     def owned(self) -> Iterable[torch.Tensor]:
-        """The parameters that are in sub-groups."""
         return [parameter for group in self._wrapper.fp16_groups for parameter in group]
 
     def publish(self, kept: Mapping[str, torch.Tensor]) -> None:

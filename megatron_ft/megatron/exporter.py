@@ -111,19 +111,16 @@ def _fill_rerun_machine(tree: Tree, state: Mapping[str, Any] | None) -> None:
 
 
 def fill_random_states(tree: Tree, captured: Sequence[Mapping[str, Any]]) -> None:
-    """Set the generators' states: of one rank, or of its data-parallel group in its order."""
     if "rng_state" in tree:
         states = [_megatron_names(random) for random in captured]
         tree["rng_state"] = _with_value(tree["rng_state"], states)
 
 
 def random_state_count(tree: Tree) -> int:
-    """Number of ranks whose random states this rank would save."""
     return len(_value(tree["rng_state"])) if "rng_state" in tree else 0
 
 
 def _megatron_names(random: Mapping[str, Any]) -> Tree:
-    """Captured states under the names of checkpointing.get_rng_state."""
     generators = random["generators"]
     return {
         "random_rng_state": generators["python"],
@@ -135,7 +132,6 @@ def _megatron_names(random: Mapping[str, Any]) -> Tree:
 
 
 def _value(node: Any) -> Any:
-    """The value in a ShardedObject; any other value as it is."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     return node.data if isinstance(node, ShardedObject) else node
@@ -265,7 +261,6 @@ class _Rank(NamedTuple):
 
 
 def folder_of(directory: Path, iteration: int) -> Path:
-    """The folder in which Megatron looks for the checkpoint of an iteration."""
     return native.checkpoint_folder(directory, iteration)
 
 
@@ -275,7 +270,6 @@ def announce(directory: Path, iteration: int) -> None:
 
 
 def advice(directory: Path) -> str:
-    """Tells how to resume from the exported checkpoint."""
     return f"--load {directory}"
 
 

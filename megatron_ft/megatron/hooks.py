@@ -214,8 +214,6 @@ def _with_capture(original: Function) -> Function:
 
 
 def _with_pause(original: Function) -> Function:
-    """Wrap an evaluation or a checkpoint to pause the hang watch: no iteration ends in it."""
-
     def between_iterations(*args: Any, **kwargs: Any) -> Any:
         with nullcontext() if _current is None else _current.pause():
             return original(*args, **kwargs)
@@ -224,7 +222,6 @@ def _with_pause(original: Function) -> Function:
 
 
 def _with_note(original: Function) -> Function:
-    """Wrap the save of a checkpoint to note whether to resume from it."""
     signature, paused = inspect.signature(original), _with_pause(original)
 
     def save(*args: Any, **kwargs: Any) -> Any:
@@ -237,8 +234,6 @@ def _with_note(original: Function) -> Function:
 
 
 def _at_rest(original: Function) -> Function:
-    """Wrap a move of the optimizer's state to other memory; its old memory is given back."""
-
     def move(*args: Any, **kwargs: Any) -> Any:
         with nullcontext() if _current is None else _current.at_rest():
             return original(*args, **kwargs)
@@ -247,7 +242,6 @@ def _at_rest(original: Function) -> Function:
 
 
 def _forget_current() -> None:
-    """A run that was interrupted between its set-up and Megatron's loop is still there."""
     _replace_current(None)
 
 

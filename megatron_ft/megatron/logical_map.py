@@ -63,7 +63,6 @@ def _order(piece: Piece) -> tuple[int, str]:
 
 
 def model_places(tensors: Mapping[str, torch.Tensor], pieces: Pieces) -> dict[str, LogicalPlace]:
-    """Places of tensors of the model that are captured as they are."""
     return {
         name: LogicalPlace(0, tensor.numel(), pieces[name])
         for name, tensor in tensors.items()
@@ -99,7 +98,6 @@ def optimizer_places(
 
 
 def _kinds(master: Master) -> Iterable[str]:
-    """Endings of names of tensors with the master's shape: its own, a weight's, its state's."""
     kept = master_tensors.state_tensors(master.inner, master.tensor)
     same = (
         f".{name}"

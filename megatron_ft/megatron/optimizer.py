@@ -163,7 +163,6 @@ register_optimizer(MUON, create=_nothing_more, state=shared_out(["momentum_buffe
 
 
 def group_scalars(optimizer: Any) -> list[list[dict[str, Any]]]:
-    """Everything in the parameter groups but the parameters, of each part."""
     return [master_tensors.group_scalars(part.optimizer) for part in optimizer_parts(optimizer)]
 
 
@@ -200,7 +199,6 @@ def state_numbers(optimizer: Any) -> list[dict[int, dict[str, Any]]]:
 
 
 def load_state_numbers(optimizer: Any, numbers: Sequence[dict[int, dict[str, Any]]]) -> None:
-    """Set what :func:`state_numbers` gave."""
     for part, by_position in zip(optimizer_parts(optimizer), numbers, strict=True):
         found = [parameter for _, parameter in master_tensors.parameters(part.optimizer)]
         for position, values in by_position.items():
@@ -214,7 +212,6 @@ def scaler_states(optimizer: Any) -> list[Any]:
 
 
 def load_scaler_states(optimizer: Any, states: Sequence[Any]) -> None:
-    """Set what :func:`scaler_states` gave."""
     for part, state in zip(optimizer_parts(optimizer), states, strict=True):
         if state is not None:
             part.grad_scaler.load_state_dict(state)

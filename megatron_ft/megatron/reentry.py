@@ -75,7 +75,6 @@ def _resilient(run_resilient: RunResilient, original: Function) -> Function:
 
 
 def _startup_times() -> dict[str, Any]:
-    """Times at which the script and its parts began, as Megatron 0.19 notes them."""
     from megatron.training import training
 
     return dict(getattr(training, "_STARTUP_TIMESTAMPS", {}))

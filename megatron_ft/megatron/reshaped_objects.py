@@ -226,7 +226,6 @@ def _is_nothing(state: Any) -> bool:
 
 
 def _data_position(own: Objects, place: ShardPlace, old: Sequence[Origin]) -> Any:
-    """The position of an external loader: that of the same data-parallel rank."""
     if own["data_position"] is None:
         return None
     same = ("dp", "cp", "vpp")

@@ -136,7 +136,6 @@ class SnapshotRun:
         self._manager.save(iteration, self._state)
 
     def pause(self) -> AbstractContextManager[None]:
-        """Suspends the hang watch around an evaluation or a checkpoint."""
         return self._manager.watch.pause()
 
     @contextmanager
@@ -155,13 +154,11 @@ class SnapshotRun:
         self._manager.say_end(finished=last >= self._args.train_iters)
 
     def close(self) -> None:
-        """End captures and drop every reference to model and optimizer."""
         self._state = None
         self._manager.close()
 
 
 def _place() -> str:
-    """This rank's place as Megatron prints it."""
     from megatron.core import mpu
 
     tp, pp = mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()

@@ -128,7 +128,6 @@ def meta_key(tensor: torch.Tensor) -> int:
 
 
 def sharded(tree: Any) -> Iterator[Any]:
-    """Every ShardedTensor and ShardedObject in a tree of dicts and lists."""
     from megatron.core.dist_checkpointing.mapping import ShardedBase
 
     if isinstance(tree, ShardedBase):
@@ -139,7 +138,6 @@ def sharded(tree: Any) -> Iterator[Any]:
 
 
 def sharded_tensors(tree: Any) -> list[Any]:
-    """Every ShardedTensor in a tree of dicts and lists."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     return [leaf for leaf in sharded(tree) if isinstance(leaf, ShardedTensor)]

@@ -92,7 +92,6 @@ class MegatronState(FrameworkState):
         self._description = describe_rank(args, self._model, optimizer, scheduler, tensors)
 
     def at(self, iteration: int, floating_point_operations: float, data_iterator: Any) -> None:
-        """Say where training stands: what ``objects`` will report until the next call."""
         self._iteration = iteration
         self._operations = floating_point_operations
         self._data_iterator = data_iterator

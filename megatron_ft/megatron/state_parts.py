@@ -64,7 +64,6 @@ def capture_rerun_machine(data_iterator: Any) -> dict[str, Any] | None:
 
 
 def restore_rerun_machine(state: dict[str, Any] | None) -> None:
-    """Set what :func:`capture_rerun_machine` gave."""
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
     if state is not None:
@@ -90,7 +89,6 @@ _VOCABULARY = ("max_position_embeddings", "make_vocab_size_divisible_by", "token
 
 
 def fixed_arguments(args: Any) -> dict[str, Any]:
-    """Values that must not change between incarnations, for a snapshot."""
     names = (*_MODEL, *(_VOCABULARY if getattr(args, "vocab_file", None) else ()))
     return {name: getattr(args, name, None) for name in names}
 
@@ -140,7 +138,6 @@ def capture_random_states() -> dict[str, Any]:
 
 
 def restore_random_states(captured: dict[str, Any]) -> None:
-    """Set them again; may be called more than once with the same value."""
     from megatron.core import tensor_parallel
     from megatron.core.tensor_parallel import random as megatron_random
 
@@ -192,18 +189,15 @@ def _methods(loader: Any) -> tuple[Any, Any]:
 
 
 def check_position(data_iterator: Any) -> None:
-    """Raise ConfigError, naming the loader, if one cannot be captured and restored."""
     for loader in _loaders(data_iterator):
         _methods(loader)
 
 
 def capture_position(data_iterator: Any) -> list[Any]:
-    """The state of each loader on this rank; of values that core.objects.encode takes."""
     return [_methods(loader)[0]() for loader in _loaders(data_iterator)]
 
 
 def restore_position(data_iterator: Any, states: list[Any]) -> None:
-    """Give each loader what :func:`capture_position` got."""
     for loader, state in zip(_loaders(data_iterator), states, strict=True):
         _methods(loader)[1](state)
 
@@ -250,7 +244,6 @@ def module_tree(model: Sequence[Any]) -> ModuleTree:
 
 
 def members_of(model: Sequence[Any]) -> list[Named]:
-    """All parameters and buffers of the chunks' modules, whatever these say they have."""
     return members(lambda: _unwrapped(model), _name_in_chunk)
 
 

@@ -77,7 +77,6 @@ CALLED = (
 
 
 def check_megatron(required: Sequence[Required] = WRAPPED + CALLED) -> None:
-    """Check the importable Megatron; UnsupportedVersionError if it cannot work."""
     try:
         import megatron.core
         import megatron.training.training  # noqa: F401  # the loop must be importable
@@ -123,7 +122,6 @@ def supply_packages() -> None:
 
 
 def supply_typing_override() -> None:
-    """Supply ``typing.override``, the one name of Python 3.12 that Megatron uses."""
     if not hasattr(typing, "override"):
         import typing_extensions
 

@@ -235,7 +235,6 @@ def number_saves(accelerator: Any) -> None:
 
 
 def _forget() -> None:
-    """Reset the state that all Accelerators of this process share."""
     state: Any = sys.modules.get("accelerate.state")
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)

@@ -95,7 +95,6 @@ class CallRecorder:
         return call
 
     def _known(self, group: Any) -> list[Any]:
-        """The name of a group that is met for the first time, and its count of calls."""
         text = "default" if group is None else group.group_name
         self._groups[group] = found = [text.encode(), 0]
         return found

@@ -75,17 +75,14 @@ def require_covered(
 
 
 def is_empty(tensor: torch.Tensor) -> bool:
-    """True if a tensor has a shape, and no elements."""
     return not is_lazy(tensor) and not tensor.numel()
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """True if the name matches one of the patterns, as ``fnmatch`` understands them."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def held_by_module(name: str, module: torch.nn.Module) -> Iterator[Named]:
-    """Parameters and buffers that the module answers for, each once."""
     for found in (module.named_parameters(), module.named_buffers()):
         yield from ((f"{name}/{key}", tensor) for key, tensor in found)
 

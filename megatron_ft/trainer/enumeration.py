@@ -70,7 +70,6 @@ class NamedTensors:
 
     @cached_property
     def wrapped(self) -> dict[str, torch.Tensor]:
-        """The tensors whose insides are stored, by name."""
         if self.all_plain:
             return {}
         return {n: one for n, one in self.handles.items() if local_tensor(one) is not one}

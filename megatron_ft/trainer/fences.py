@@ -21,17 +21,14 @@ class Fences:
     """Calls ``before_step`` once before each step of an optimizer."""
 
     def __init__(self, before_step: Callable[[], None]) -> None:
-        """Nothing is hooked yet: ``add`` and ``open`` do."""
         self._before_step = before_step
         self._handles: list[Any] = []
         self._others: list[Any] = []
 
     def open(self) -> None:
-        """Fence all optimizers of torch from now on."""
         self._handles.append(register_optimizer_step_pre_hook(self._any_step))
 
     def add(self, optimizer: Any) -> Any:
-        """Fence this one; returns the handle that its ``register_step_pre_hook`` gives."""
         self._others.append(optimizer)
         while isinstance(optimizer, Optimizer) and not hasattr(optimizer, _HOOKS):
             optimizer = getattr(optimizer, "optimizer")  # noqa: B009 - a wrapper, as of Accelerate
@@ -49,7 +46,6 @@ class Fences:
                     self.add(value)
 
     def close(self) -> None:
-        """Take all hooks back."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -74,7 +74,6 @@ class Iterations:
         return 2 * self.done + self._stepped
 
     def step(self, now: float) -> None:
-        """The optimizer steps: gradients have been exchanged."""
         self._mark(now)
         self._stepped = True
 
@@ -93,7 +92,6 @@ class Iterations:
         return seconds
 
     def disturbed(self, now: float) -> None:
-        """A pause begins or ends: the iteration in which it is says nothing."""
         self._marked, self._disturbed = now, True
 
     def _mark(self, now: float) -> None:
@@ -117,7 +115,6 @@ class TrainerWatch:
     def __init__(
         self, file: PulseFile | None, rank: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Without a file nothing is stored."""
         self.file, self._clock = file, clock
         self._pulse = Pulse(rank=rank)
         self._iterations = Iterations()
@@ -139,17 +136,14 @@ class TrainerWatch:
         return watch
 
     def training(self) -> None:
-        """Everything is set up: from here on silence counts."""
         self._pulse.phase = TrainerPhase.TRAINING
         self._iterations.disturbed(self._clock())
         self._passed(self._clock())
 
     def restored(self) -> None:
-        """Note that the state was loaded just now."""
         self._passed(self._clock())
 
     def step(self) -> None:
-        """The optimizer is about to step."""
         now = self._clock()
         self._iterations.step(now)
         self._passed(now)

@@ -179,7 +179,6 @@ class Filled(NamedTuple):
     tensor: torch.Tensor
 
     def holds(self, region: torch.Tensor) -> bool:
-        """True if the tensor still has the bytes of its entry."""
         now = live_part(self.tensor.detach().resolve_conj().resolve_neg(), self.entry)
         return torch.equal(_bytes(now.cpu()), _bytes(stored_view(region, self.entry)))
 

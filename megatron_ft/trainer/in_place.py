@@ -86,7 +86,6 @@ _Way = Callable[[_Filling, Any, Any], None]
 
 
 def _way(old: Any, new: Any) -> _Way | None:
-    """The way to make ``old`` equal to ``new``; None if there is none."""
     if isinstance(old, MutableMapping) and isinstance(new, Mapping):
         return _Filling.mapping
     if type(old) is not type(new):

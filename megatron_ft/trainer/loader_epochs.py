@@ -23,7 +23,6 @@ class EpochNumbers:
             one.set_epoch = _Listening(self, index, one)
 
     def said(self, index: int, epoch: int) -> None:
-        """The script has given a number to an object."""
         self._said[index] = epoch
         self._true[index] = epoch + self._offset[index]
         self._set[index](epoch + self._offset[index])
@@ -35,7 +34,6 @@ class EpochNumbers:
         return [int(epoch) if isinstance(epoch, int) else None for epoch in found]
 
     def since(self, epochs: Sequence[int | None]) -> list[tuple[Any, int | None, int | None]]:
-        """Each object with its number among ``epochs``, and the true one now."""
         return list(zip(self._numbered, epochs, self.current(), strict=False))
 
     def set(self, epochs: Sequence[int | None]) -> None:

@@ -76,7 +76,6 @@ class OwnState:
                     self._counting[path] = one
 
     def moment(self) -> dict[str, Any]:
-        """All of it, as a pass begins or between passes."""
         self._look()
         self._newest = self._attributes(long=True)
         return {**self._changed(self._newest), "stateful": self._stateful()}
@@ -210,7 +209,6 @@ def _parts(one: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _named(one: Any) -> dict[str, Any]:
-    """The attributes of an object, those in slots too."""
     found: dict[str, Any] = {**getattr(one, "__dict__", {})}
     for kind in type(one).__mro__:
         slots = vars(kind).get("__slots__", ())

@@ -46,11 +46,9 @@ class SharedDraws:
         self.draws = self.others = False
 
     def begin(self) -> None:
-        """A pass begins."""
         self._left = None
 
     def next(self, items: Iterator[Any]) -> Any:
-        """The next item, END behind the last."""
         if self.draws and self.others:
             return next(items, END)
         before, left = drawn(), self._left
@@ -69,7 +67,6 @@ class BatchTrace:
         self.value = value
 
     def took(self, batch: Any) -> None:
-        """Training has got this batch."""
         self.value = _traced(batch, self.value or 0)
 
 
@@ -108,7 +105,6 @@ class TracedSampler:
         return self._rest
 
     def took(self, _batch: Any) -> None:
-        """Training has got the next batch."""
         if not self._ahead:
             self.value = None  # the loader does not read this sampler
         for _ in range(min(self._each, len(self._ahead))):
@@ -147,7 +143,6 @@ def tracing(loader: Any, name: str, trace: Any, place: Mapping[str, Any] | None)
 
 
 def workers_of(loader: Any) -> int:
-    """The number of processes that read for a loader of torch or DeepSpeed."""
     number = getattr(loader, "num_workers", getattr(loader, "num_local_io_workers", 0))
     return number if isinstance(number, int) else 0
 

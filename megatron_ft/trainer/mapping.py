@@ -68,7 +68,6 @@ class MappingState:
         replicated: Mapping[str, Any] | None = None,
         leave_out: Sequence[str] = (),
     ) -> None:
-        """Nothing is read yet; refresh() does."""
         self._state, self._leave_out = state, tuple(leave_out)
         self._modules: dict[str, ModuleState] = {}
         self._optimizers: dict[str, OptimizerState] = {}
@@ -80,11 +79,9 @@ class MappingState:
         self._placed: tuple[list[str], dict[str, Any]] = [], {}
 
     def adapts(self, state: Any) -> bool:
-        """True if this is the adapter of that very mapping."""
         return self._state is state
 
     def refresh(self) -> None:
-        """Enumerate the mapping as it is now."""
         self._found = None
         self._found = Enumeration(self._entries(), self._plain, self._before)
         self._before = self._found.tensors
@@ -113,7 +110,6 @@ class MappingState:
         return value
 
     def forget_tensors(self) -> None:
-        """Let go of what was enumerated, until it is asked for."""
         self._found = None
         self._plain, self._before = PlainTensors(), NamedTensors([], [])
         for module in self._modules.values():
@@ -139,11 +135,9 @@ class MappingState:
             self._require_covered(found)
 
     def require_covered(self) -> None:
-        """ConfigError that names a tensor that trains and lies in no captured memory."""
         self._require_covered(self._current())
 
     def derived(self) -> dict[str, torch.Tensor]:
-        """None: all of it is captured."""
         return {}
 
     def beside(self) -> Lost:
@@ -167,7 +161,6 @@ class MappingState:
                 yield from held_by_optimizer(name, value)
 
     def left_out(self) -> list[str]:
-        """Names of tensors of modules that match a pattern of ``leave_out``."""
         return [name for module in self._modules.values() for name in module.left_out]
 
     def overwritten(self) -> set[str]:
@@ -179,11 +172,9 @@ class MappingState:
         return set() if written is None else written.lost(self.tensors() | self.boundary_tensors())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters, optimizer tensors, plain tensors; see Enumeration."""
         return self._current().tensors.lazy
 
     def boundary_tensors(self) -> dict[str, torch.Tensor]:
-        """Buffers and tensors of other Stateful objects; see Enumeration."""
         return self._current().tensors.boundary
 
     def objects(self) -> dict[str, Any]:
@@ -255,7 +246,6 @@ class MappingState:
         }
 
     def replica_group(self, name: str) -> Any:
-        """The group declared for a prefix of ``name``, or None."""
         for prefix, group in self._replicated.items():
             if name == prefix or name.startswith(prefix.rstrip("/") + "/"):
                 return group
@@ -353,7 +343,6 @@ class MappingState:
         return made
 
     def _of_trained(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those of modules and optimizers."""
         every = self._state.items()
         begins = {n for n, v in every if isinstance(v, torch.nn.Module) or is_optimizer(v)}
         if not begins:
@@ -420,7 +409,6 @@ class StateAdapter:
         self._adapted: MappingState | None = None
 
     def __call__(self, state: State) -> TrainingState:
-        """The adapter of this very mapping, with what it has learned of its tensors."""
         if not isinstance(state, Mapping):
             return state
         if self._adapted is None or not self._adapted.adapts(state):

@@ -28,7 +28,6 @@ SCALE = ".scale"
 
 
 def parameters(inner: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """All parameters of an optimizer in order, each with its group."""
     for group in inner.param_groups:
         for parameter in group["params"]:
             yield group, parameter
@@ -82,7 +81,6 @@ def group_scalars(inner: Any) -> list[dict[str, Any]]:
 
 
 def load_group_scalars(inner: Any, scalars: list[dict[str, Any]]) -> None:
-    """Set what :func:`group_scalars` gave; tensors among them are filled in place."""
     for group, values in zip(inner.param_groups, scalars, strict=True):
         _load_group(group, values)
 

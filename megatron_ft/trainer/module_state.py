@@ -34,7 +34,6 @@ class ModuleState:
     """
 
     def __init__(self, name: str, module: torch.nn.Module, leave_out: Iterable[str] = ()) -> None:
-        """Nothing is read yet."""
         self.module = module
         self.parameters: Mapping[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
@@ -45,13 +44,11 @@ class ModuleState:
         self._in_order: tuple[Any, list[torch.Tensor]] = None, []
 
     def forget(self) -> None:
-        """Let go of all tensors, until the next ``refresh``."""
         self._tree.forget()
         self.parameters, self.buffers, self.more, self.left_out = {}, {}, {}, {}
         self._in_order = None, []
 
     def refresh(self) -> None:
-        """Look at the module as it is now."""
         self._tree.refresh()
         content: Mapping[str, Any] = {}
         if not self.is_stock:
@@ -114,7 +111,6 @@ class ModuleState:
         }
 
     def split_more(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """``more`` as extra state of modules, and all else."""
         extra = {key: value for key, value in self.more.items() if _is_extra(key)}
         return extra, {key: value for key, value in self.more.items() if key not in extra}
 

@@ -28,7 +28,6 @@ def extra_states(modules: NamedModules) -> dict[str, Any]:
 
 
 def load_extra_states(modules: NamedModules, states: dict[str, Any]) -> None:
-    """Set what :func:`extra_states` gave."""
     for name, module in modules:
         if name in states and has_extra_state(module):
             module.set_extra_state(states[name])
@@ -50,7 +49,6 @@ def load_trained(parameters: Collection[torch.Tensor], flags: bytes) -> bool:
 
 
 def has_extra_state(module: torch.nn.Module) -> bool:
-    """True if the module's class defines extra state."""
     return type(module).get_extra_state is not torch.nn.Module.get_extra_state
 
 
@@ -80,7 +78,6 @@ class ModuleTree:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of all that was found."""
         self.keeping: list[tuple[str, torch.nn.Module]] = []
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.buffers: dict[str, torch.Tensor] = {}
@@ -106,7 +103,6 @@ class ModuleTree:
             self._members = members if members and self._are_shown(members) else None
 
     def _of_modules(self) -> Members | None:
-        """Children, parameters and buffers of all modules as of now."""
         return Members.of(list(chain.from_iterable(map(_HOLDERS, self.modules))))
 
     def _are_shown(self, members: Members) -> bool:
@@ -146,7 +142,6 @@ def _named(modules: Sequence[tuple[str, torch.nn.Module]], holder: str, *, once:
 
 
 def _every_path(module: torch.nn.Module, path: str = "") -> NamedModules:
-    """All modules by all of their paths, in the order of ``state_dict``."""
     yield path, module
     for name, child in module._modules.items():
         if child is not None:

@@ -67,5 +67,4 @@ def named_tensors(name: str, value: Any) -> dict[str, torch.Tensor]:
 
 
 def same_name(name: str) -> ConfigError:
-    """The error of a state in which two tensors have one name."""
     return ConfigError(f"two tensors of the state are called {name!r}; rename one of them")

@@ -54,7 +54,6 @@ _said: list[bool] = []
 
 
 def some(names: Collection[str]) -> str:
-    """The first of the names, and how many more there are."""
     more = f"; and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return "; ".join(islice(names, MOST_NAMED)) + more
 

@@ -60,7 +60,6 @@ def register_optimizer(
 
 
 def optimizer_class(inner: Any) -> OptimizerClass:
-    """The registered class of an optimizer; ConfigError that names one that is not."""
     for cls in type(inner).__mro__:
         found = _known.get(cls) or _known.get(cls.__name__)
         if found is not None:

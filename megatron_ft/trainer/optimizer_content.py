@@ -25,12 +25,10 @@ class OptimizerState:
     """
 
     def __init__(self, name: str, optimizer: Any) -> None:
-        """Nothing is read yet."""
         self.optimizer, self._name = optimizer, name
         self.forget()
 
     def forget(self) -> None:
-        """Let go of all tensors, until the next ``refresh``."""
         self.tensors: dict[str, torch.Tensor] = {}
         self.structure: Any = None
         self._members: Members | None = None
@@ -54,7 +52,6 @@ class OptimizerState:
             self._numbers = [group["params"] for group in content["param_groups"]]
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The parameter groups as of now, as torch's ``state_dict`` has them."""
         pairs = zip(self.optimizer.param_groups, self._numbers, strict=True)
         return [{**_options(group), "params": numbers} for group, numbers in pairs]
 

@@ -187,7 +187,6 @@ def _local(tensor: Any) -> Any:
 
 
 def describe(value: Any) -> str:
-    """A tensor as ``bfloat16[8, 4]``, anything else by its class."""
     if not isinstance(value, torch.Tensor):
         return "missing" if value is _NOTHING else f"a {type(value).__name__}"
     placed = f" placed as {placements}" if (placements := getattr(value, "placements", "")) else ""

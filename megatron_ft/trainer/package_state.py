@@ -122,7 +122,6 @@ def _wrapped(function: Any) -> Iterator[Any]:
 
 
 def _owners(package: str) -> Iterator[Any]:
-    """The modules of a package, and the classes that they define."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == package and isinstance(module, ModuleType):
             yield module

@@ -71,7 +71,6 @@ class PendingRestore:
         return isinstance(self._offer, ReshapeOffer)
 
     def expect_reshape(self, into: TrainingState) -> None:
-        """LayoutMismatchError if the state cannot take a snapshot of another layout."""
         with self.reporting():
             require_reshapes(into).expect_reshape()
 

@@ -87,7 +87,6 @@ def exchange_device(group: Any) -> torch.device:
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -46,7 +46,6 @@ class PreparedPosition(LoaderPosition):
 
     @property
     def is_read(self) -> bool:
-        """True in the middle of a pass."""
         return self._at is not None
 
     @property
@@ -71,7 +70,6 @@ class PreparedPosition(LoaderPosition):
 
 
 def watch(loader: Any) -> PreparedPosition:
-    """Make a prepared loader keep its position."""
     position = PreparedPosition(_AsPrepared(loader))
     kind = type(loader)
     own = {"__iter__": lambda _: position.begin(), "__module__": kind.__module__}

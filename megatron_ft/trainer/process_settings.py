@@ -48,7 +48,6 @@ class ProcessSetting(NamedTuple):
 
 
 def settings() -> Iterator[ProcessSetting]:
-    """All settings of this process, in the order in which they are put back."""
     yield from _of_torch()
     yield from _of_modules()
     yield from _of_python()
@@ -188,7 +187,6 @@ _CONFIGS = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.
 
 
 def _of_modules() -> Iterator[ProcessSetting]:
-    """Settings in variables of modules that are loaded."""
     hooks: Any = torch.nn.modules.module
     for owner in (hooks, sys.modules[torch.optim.Optimizer.__module__]):
         every = [(name, one) for name, one in vars(owner).items() if name.startswith("_global")]

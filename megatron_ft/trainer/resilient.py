@@ -194,7 +194,6 @@ class RestartClient:
                     self._obey(smp.receive(), smp)
 
     def _hear(self, word: bytes, smp: Connection) -> bool:
-        """Act on a message of the main thread; False if it is the last one."""
         if word.startswith(b"down"):  # "end" may have come behind it
             self._training = False
             self.interrupter.clear()

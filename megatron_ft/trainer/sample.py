@@ -121,7 +121,6 @@ class Sampler:
         self._drawn = drawn
 
     def forget(self) -> None:
-        """Let go of all memory; the next sample is drawn when it is taken."""
         self._drawn = {}
 
     def _range(self, *, by_bytes: bool) -> tuple[LayoutEntry, int, int]:

@@ -53,7 +53,6 @@ class RngState:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The states as of now."""
         state: dict[str, Any] = {
             "python": random.getstate(),
             "numpy": np.random.get_state(),
@@ -73,7 +72,6 @@ class RngState:
 
 
 def drawn() -> tuple[Any, ...]:
-    """The states of the process's generators, to be compared."""
     _, keys, position, *rest = np.random.get_state()
     return (
         random.getstate(),
@@ -225,7 +223,6 @@ class HasCheckpointForm(Protocol):
 
 
 def form_of(state: TrainingState) -> bytes:
-    """The checkpoint form of a state; empty if it has none."""
     return state.checkpoint_form() if isinstance(state, HasCheckpointForm) else b""
 
 
@@ -263,7 +260,6 @@ def require_reshapes(state: TrainingState) -> Reshapes:
 
 
 def live_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
-    """Both kinds together, as of now."""
     if isinstance(state, Refreshable):
         state.refresh()
     return {**state.tensors(), **state.boundary_tensors()}

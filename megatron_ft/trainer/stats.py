@@ -164,7 +164,6 @@ class Warner:
         self._warned: set[str] = set()
 
     def __call__(self, once_per: str, message: str, *values: object) -> None:
-        """Log ``message`` with its ``values``; ``once_per`` names the kind."""
         level = logging.INFO if once_per in self._warned else logging.WARNING
         self._warned.add(once_per)
         self._logger.log(level, message, *values)

@@ -78,7 +78,6 @@ class TensorTable(NamedTuple):
     def of(
         cls, names: Sequence[str], tensors: Sequence[torch.Tensor], columns: Sequence[Column]
     ) -> TensorTable:
-        """The facts of these tensors as of now."""
         return cls(names, tensors, columns, [read(tensors) for read in columns])
 
     def same(self, other: TensorTable) -> bool:

@@ -31,7 +31,6 @@ class Ticket:
 
     @property
     def skipped(self) -> bool:
-        """True when the call captured nothing."""
         return self.snapshot is None
 
     @property
@@ -46,7 +45,6 @@ class Ticket:
                 future.set_result(happened)
 
     def fail(self) -> None:
-        """Nothing more will happen to this snapshot."""
         for future in (self.captured, self.protected, self.committed):
             self.resolve(future, False)
 
@@ -75,12 +73,10 @@ class TicketBook:
 
     @property
     def any_open(self) -> bool:
-        """True if some ticket still waits."""
         with self._lock:
             return bool(self._open)
 
     def add(self, ticket: Ticket) -> None:
-        """Keep the ticket until its last outcome."""
         assert ticket.snapshot is not None
         with self._lock:
             self._open[ticket.snapshot] = ticket
@@ -101,6 +97,5 @@ class TicketBook:
         return ticket
 
     def discard(self, snapshot: SnapshotId) -> None:
-        """Forget a ticket."""
         with self._lock:
             self._open.pop(snapshot, None)

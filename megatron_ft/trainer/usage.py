@@ -58,11 +58,9 @@ class ManagersOfProcess:
             )
 
     def closed(self, shard_id: str) -> None:
-        """Note that a manager that had an arena was closed."""
         self._closed = shard_id
 
     def restarted(self) -> None:
-        """Begin anew: the process is about to train from the beginning."""
         self._closed = ""
 
 
@@ -76,7 +74,6 @@ class StepThread:
         self._stepped = 0
 
     def steps(self) -> None:
-        """Note a step of the present thread."""
         self._stepped = threading.get_ident()
 
     def require(self) -> None:
