@@ -23,8 +23,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_ft.arena.arrivals import Arrivals
 from megatron_ft.arena.format import HASH_BYTES, round_up
-from megatron_ft.core import isal
+from megatron_ft.core import copy_crc, isal
 from megatron_ft.core.errors import ArenaCorruptError, ArenaError
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 
@@ -104,6 +105,14 @@ def digest_blocks(buffer: Bytes, block_bytes: int, out: Table) -> None:
     isal.load().crc64_blocks(buffer, block_bytes, out)
 
 
+def copy_blocks(source: Bytes, target: Bytes, block_bytes: int, out: Table) -> None:
+    """Copy bytes, and write the digest of every block of what is in ``target`` into ``out``."""
+    if (library := copy_crc.load()) is not None:
+        return library.blocks(source, target, block_bytes, out)
+    np.copyto(target, source)
+    digest_blocks(target, block_bytes, out)
+
+
 def table_entries(covered_bytes: int, block_bytes: int) -> int:
     """Blocks in ``covered_bytes``, a last short one included."""
     return -(-covered_bytes // block_bytes)
@@ -144,10 +153,12 @@ def seal(
     meta: bytes,
     layout_hash: bytes,
     block_bytes: int,
+    arrivals: Arrivals | None = None,
 ) -> SealedRecord:
     """Finish a data region whose first ``tensor_bytes`` bytes are in place.
 
     Writes meta, the gaps beside it and the digest table, and returns the record with its root.
+    ``arrivals`` has digests of what was counted in it; all else is read here.
     ArenaCapacityError, with nothing written, if it does not fit.
     """
     record = _plan(shard_id, snapshot, iteration, tensor_bytes, len(meta), layout_hash, block_bytes)
@@ -159,8 +170,26 @@ def seal(
         )
     _write_meta(data, record, meta)
     table = _table_view(data, record)
-    digest_blocks(data[: record.digest_offset], block_bytes, table)
+    known = np.empty(0, np.uint64), np.empty(0, np.bool_)
+    if arrivals is not None:
+        blocks = record.digest_offset // block_bytes
+        arrivals.count(record.tensor_bytes, blocks * block_bytes)
+        known = arrivals.known(blocks)
+    _complete(table, data[: record.digest_offset], block_bytes, *known)
     return _with_root(record, digest_root(table, record))
+
+
+def _complete(
+    table: Table, data: Bytes, block_bytes: int, known: Table, right: NDArray[np.bool_]
+) -> None:
+    """Fill the table with the digests that are ``right``, and take those of all other blocks."""
+    table[: known.size] = known
+    lacking = np.ones(table.size + 2, np.bool_)
+    lacking[0] = lacking[-1] = False
+    lacking[1 : 1 + right.size] = ~right
+    for first, stop in np.flatnonzero(np.diff(lacking)).reshape(-1, 2).tolist():
+        piece = data[first * block_bytes : stop * block_bytes]
+        digest_blocks(piece, block_bytes, table[first:stop])
 
 
 def _plan(

@@ -104,11 +104,12 @@ def _pieces(
 
 
 def _checked_copy(shard: ShardBytes, first: int, expected: NDArray[np.uint64]) -> NDArray[np.uint8]:
-    """Blocks ``first`` and following, copied and then compared with their digests."""
+    """Blocks ``first`` and following, of which the copy has the digests that it should."""
     start = first * shard.block_bytes
     stop = min(start + expected.size * shard.block_bytes, shard.record.digest_offset)
-    copy: NDArray[np.uint8] = shard.data[start:stop].copy()
-    if bad := digest.wrong_blocks(copy, first, expected, shard.block_bytes):
+    copy, found = np.empty(stop - start, np.uint8), np.empty_like(expected)
+    digest.copy_blocks(shard.data[start:stop], copy, shard.block_bytes, found)
+    if bad := [first + int(number) for number in np.flatnonzero(found != expected)]:
         raise SnapshotUnavailableError(
             f"shard {shard.record.shard_id} in {shard.origin} changed while it was drained: "
             f"blocks {digest.name_blocks(bad)} no longer match their digests"

@@ -97,10 +97,21 @@ class BoundaryFacts(NamedTuple):
         return list(dict.fromkeys(self.places.changed() + self.writes.changed()))
 
 
+def _gaps(owners: Iterable[LayoutEntry], stop: int) -> list[tuple[int, int]]:
+    """Offset and length of each range before ``stop`` that belongs to no entry."""
+    found, at = [], 0
+    for entry in sorted(owners, key=lambda e: e.offset):
+        if entry.offset > at:
+            found.append((at, entry.offset - at))
+        at = max(at, entry.offset + entry.nbytes)
+    return [*found, (at, stop - at)] if stop > at else found
+
+
 class LayoutBinding:
     """A layout with its slots, computed once, and the tensors of the last snapshot.
 
-    ``copied_bytes`` are the tensor bytes that one snapshot copies.
+    ``copied_bytes`` are the tensor bytes that one snapshot copies; ``gaps`` are ranges between
+    them, as offsets and lengths.
     """
 
     def __init__(
@@ -126,6 +137,7 @@ class LayoutBinding:
         ]
         self._owner_of = {name: owner for name, owner, _ in self._aliases}
         self.copied_bytes = sum(entry.nbytes for entry in self._owners)
+        self.gaps = _gaps(self._owners, layout.tensor_bytes)
         self._targets = [
             {e.name: stored_view(region, e) for e in self._owners}
             for region in map(region_tensor, regions)

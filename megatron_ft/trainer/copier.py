@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatron_ft.arena.arrivals import Arrivals
+
 PIECE_BYTES = 16 << 20
 """Copies are cut in pieces of this size: a stop is noticed between them."""
 
@@ -62,11 +64,18 @@ class Copier(Protocol):
     def mark(self) -> Any:
         """Remember this point of the training thread's work: copies must come after it."""
 
-    def copy(self, items: Sequence[CopyItem], mark: Any, should_stop: ShouldStop) -> bool:
+    def copy(
+        self,
+        items: Sequence[CopyItem],
+        mark: Any,
+        should_stop: ShouldStop,
+        arrivals: Arrivals | None = None,
+    ) -> bool:
         """Copy all items; True when every byte has arrived.
 
         ``should_stop`` is asked before each piece; True ends the copy and False is returned.
         On every way out, exceptions included, nothing writes to the targets any more.
+        ``arrivals`` gets each piece, which lies in its region, when that is there.
         """
 
     def after(self, mark: Any) -> AbstractContextManager[None]:
@@ -140,6 +149,12 @@ def batches(items: Iterable[CopyItem], piece_bytes: int) -> Iterator[list[CopyIt
             gathered += piece.source.nbytes
     if batch:
         yield batch
+
+
+def note(arrivals: Arrivals, batch: Sequence[CopyItem]) -> None:
+    """Digest what a batch has brought; its bytes are there."""
+    targets = [target for _, target in batch]
+    arrivals.read([one.data_ptr() for one in targets], [one.nbytes for one in targets])
 
 
 def move(batch: Sequence[CopyItem], non_blocking: bool = False) -> None:

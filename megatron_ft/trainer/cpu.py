@@ -6,11 +6,14 @@ import ctypes
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from functools import cached_property
 
 import numpy as np
 import torch
 
+from megatron_ft.arena.arrivals import Arrivals
+from megatron_ft.core import copy_crc
+from megatron_ft.core.copy_crc import Parts
 from megatron_ft.core.fault_points import reach
 from megatron_ft.trainer.addresses import has_lazy_sign
 from megatron_ft.trainer.copier import (
@@ -21,48 +24,12 @@ from megatron_ft.trainer.copier import (
     ShouldStop,
     batches,
     move,
+    note,
 )
 
 
-class PlainCopy(NamedTuple):
-    """A tensor, and its bytes and those of its target as arrays; ``copy_all`` copies them."""
-
-    source: torch.Tensor
-    address: int
-    source_bytes: Bytes
-    target_bytes: Bytes
-
-    @classmethod
-    def of(cls, target: torch.Tensor, source: torch.Tensor) -> PlainCopy:
-        """Make one of two plain tensors of equal length; the target must stay where it is."""
-        address, length = source.data_ptr(), source.nbytes
-        target_bytes = bytes_at(target.data_ptr(), length)
-        return cls(source, address, bytes_at(address, length), target_bytes)
-
-
-def copy_all(copies: Sequence[PlainCopy]) -> None:
-    """Copy all bytes of each tensor in one call, in this thread, without the GIL.
-
-    The loop is numpy's ``positive`` of unsigned bytes, which leaves every bit as it is.  libc's
-    memmove takes an instruction for it that some processors repeat slowly (``rep movsb``), and
-    torch's copy_ shares large tensors among intra-op threads.
-    ValueError if a source lies elsewhere by now: its old memory may have been given back.  What is
-    read is kept: after a fence that gave up, training may give it back meanwhile.
-    """
-    if not copies:
-        return
-    place, memory = torch.Tensor.data_ptr, torch.Tensor.untyped_storage
-    sources, addresses, froms, tos = zip(*copies, strict=True)
-    # In one call, between whose steps no other thread runs.
-    kept = list(zip(map(memory, sources), map(place, sources), strict=True))
-    if [address for _, address in kept] != list(addresses):
-        raise ValueError("a tensor was given other memory while it was copied")
-    # No bytecode between the calls: other threads wait while this one holds the GIL.
-    deque(map(np.positive, froms, tos), 0)
-
-
 def copy_large(target: int, source: int, length: int) -> None:
-    """As copy_all, once, from address to address."""
+    """Copy without the GIL and without other threads, from address to address."""
     np.positive(bytes_at(source, length), out=bytes_at(target, length))
 
 
@@ -99,21 +66,27 @@ class CpuCopier:
     def mark(self) -> None:
         """Work on the CPU is done when the call returns, so there is no point to remember."""
 
-    def copy(self, items: Sequence[CopyItem], mark: None, should_stop: ShouldStop) -> bool:
+    def copy(
+        self,
+        items: Sequence[CopyItem],
+        mark: None,
+        should_stop: ShouldStop,
+        arrivals: Arrivals | None = None,
+    ) -> bool:
         """Copy piece by piece; see Copier."""
         with torch.no_grad():
             for piece in self._planned(items):
                 if should_stop():
                     return False
-                piece.move()
+                piece.move(arrivals)
                 reach("capture.piece")
         return True
 
     def _planned(self, items: Sequence[CopyItem]) -> Iterable[SerialBatch]:
         if not isinstance(items, CopyList):
-            return map(SerialBatch.of, batches(items, self._piece_bytes))
+            return map(SerialBatch, batches(items, self._piece_bytes))
         if items.plan is None:
-            items.plan = [SerialBatch.of(batch) for batch in batches(items, self._piece_bytes)]
+            items.plan = [SerialBatch(batch) for batch in batches(items, self._piece_bytes)]
         plan: list[SerialBatch] = items.plan
         return plan
 
@@ -128,31 +101,68 @@ class CpuCopier:
         """Do nothing: there is nothing to undo."""
 
 
-class SerialBatch(NamedTuple):
+class SerialBatch:
     """Copies that one thread makes without intra-op threads, strided large tensors excepted."""
 
-    plain: list[PlainCopy]
-    others: list[CopyItem]
+    def __init__(self, batch: Iterable[CopyItem], serial_elements: int = SERIAL_ELEMENTS) -> None:
+        """Sort copies by how they are made; targets must stay where they are.
 
-    @classmethod
-    def of(cls, batch: Iterable[CopyItem]) -> SerialBatch:
-        """Sort copies by how they are made."""
-        plain, others = [], []
+        Plain tensors are copied as bytes, the small ones only by our own library: numpy takes
+        longer to begin.
+        """
+        self._library = copy_crc.load()
+        least = serial_elements if self._library is None else 1
+        self._sources, self._others = list[torch.Tensor](), list[CopyItem]()
+        self._addresses, self._targets, self._lengths = list[int](), list[int](), list[int]()
         for item in batch:
             source, target = item
-            if source.numel() >= SERIAL_ELEMENTS and all(map(is_plain_memory, item)):
-                plain.append(PlainCopy.of(target, source))
+            alike = source.dtype == target.dtype and source.shape == target.shape
+            if alike and source.numel() >= least and all(map(is_plain_memory, item)):
+                self._sources.append(source)
+                self._addresses.append(source.data_ptr())
+                self._targets.append(target.data_ptr())
+                self._lengths.append(source.nbytes)
             else:
-                others.append(item)
-        return cls(plain, others)
+                self._others.append(item)
+        self._parts = Parts(self._targets, self._addresses, self._lengths)
 
-    def move(self) -> None:
-        """Copy; the targets must be alive.  What is read is kept meanwhile, as in copy_all."""
-        copy_all(self.plain)
-        if self.others:
-            kept = [source.untyped_storage() for source, _ in self.others]
-            move(self.others)
-            del kept
+    @cached_property
+    def _arrays(self) -> tuple[list[Bytes], list[Bytes]]:
+        froms, tos = (
+            [*map(bytes_at, addresses, self._lengths)]
+            for addresses in (self._addresses, self._targets)
+        )
+        return froms, tos
+
+    def move(self, arrivals: Arrivals | None = None) -> None:
+        """Copy without the GIL; ``arrivals`` digests what is copied as bytes while it passes.
+
+        Without our own library, the loop is numpy's ``positive`` of unsigned bytes, which leaves
+        every bit as it is.  libc's memmove takes an instruction for it that some processors repeat
+        slowly (``rep movsb``), and torch's copy_ shares large tensors among intra-op threads.
+        ValueError if a source lies elsewhere by now: its old memory may have been given back.  What
+        is read is kept: after a fence that gave up, training may give it back meanwhile.
+        The targets must be alive.
+        """
+        place, memory = torch.Tensor.data_ptr, torch.Tensor.untyped_storage
+        # In one call, between whose steps no other thread runs.
+        kept = list(zip(map(memory, self._sources), map(place, self._sources), strict=True))
+        if [address for _, address in kept] != self._addresses:
+            raise ValueError("a tensor was given other memory while it was copied")
+        if arrivals is not None:
+            arrivals.copy(self._parts)
+        elif self._library is not None:
+            self._library.stream(self._parts)
+        elif self._sources:
+            # No bytecode between the calls: other threads wait while this one holds the GIL.
+            deque(map(np.positive, *self._arrays), 0)
+        if self._others:
+            more = [source.untyped_storage() for source, _ in self._others]
+            move(self._others)
+            del more
+            if arrivals is not None:
+                note(arrivals, self._others)
+        del kept
 
 
 def move_serially(batch: Iterable[CopyItem]) -> None:
@@ -160,7 +170,7 @@ def move_serially(batch: Iterable[CopyItem]) -> None:
     together, lazy = list[CopyItem](), list[CopyItem]()
     for item in batch:
         (lazy if has_lazy_sign(item.target) else together).append(item)
-    SerialBatch.of(together).move()
+    SerialBatch(together).move()
     # torch writes to what is negated or conjugated by a bit one by one only.
     for source, target in lazy:
         target.copy_(source)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_ft.arena.arrivals import Arrivals
 from megatron_ft.core.fault_points import reach
 from megatron_ft.trainer.copier import (
     PIECE_BYTES,
@@ -19,6 +20,7 @@ from megatron_ft.trainer.copier import (
     ShouldStop,
     batches,
     move,
+    note,
     ranges,
 )
 
@@ -89,20 +91,35 @@ class CudaCopier:
         event.record(self._cuda.current_stream(self._device))
         return event
 
-    def copy(self, items: Sequence[CopyItem], mark: Any, should_stop: ShouldStop) -> bool:
+    def copy(
+        self,
+        items: Sequence[CopyItem],
+        mark: Any,
+        should_stop: ShouldStop,
+        arrivals: Arrivals | None = None,
+    ) -> bool:
         """Copy piece by piece on the side stream; see Copier."""
         self._prepare(items, mark.synchronize)
-        in_flight: deque[Any] = deque()
+        in_flight: deque[tuple[Any, list[CopyItem]]] = deque()
+
+        def land() -> None:
+            done, batch = in_flight.popleft()
+            done.synchronize()
+            if arrivals is not None:
+                note(arrivals, batch)
+
         try:
             with torch.no_grad(), self._cuda.stream(self._stream):
                 self._stream.wait_event(mark)
                 for batch in batches(_in_ranges(items), self._piece_bytes):
                     if should_stop():
                         return False
-                    in_flight.append(self._start(batch))
+                    in_flight.append((self._start(batch), batch))
                     reach("capture.piece")
                     if len(in_flight) > PIECES_IN_FLIGHT:
-                        in_flight.popleft().synchronize()
+                        land()
+                while arrivals is not None and in_flight:
+                    land()
                 return True
         finally:
             # Queued copies write to the slot whatever happens here: wait for all of them.

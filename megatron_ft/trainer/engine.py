@@ -15,7 +15,9 @@ import torch
 
 from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
+from megatron_ft.arena.arrivals import Arrivals
 from megatron_ft.arena.format import Permit, SlotState
+from megatron_ft.core import copy_crc
 from megatron_ft.core.errors import (
     ArenaCorruptError,
     ArenaForeignError,
@@ -271,14 +273,24 @@ class CaptureEngine:
         self._thread.submit(lambda: self._work(run))
         return run
 
+    def _arrivals(self, slot: int) -> Arrivals | None:
+        """Digests of a slot that is about to be filled; None where they are a pass of their own."""
+        library = copy_crc.load()
+        if library is None:
+            return None
+        return Arrivals(library, self._regions[slot], self._block_bytes)
+
     def _work(self, run: CaptureRun) -> None:
         """Copy, seal, report: the copy thread's part of one run."""
+        arrivals = self._arrivals(run.permit.slot)
         try:
-            record = self._seal(run) if self._copy(run) else None
+            record = self._seal(run, arrivals) if self._copy(run, arrivals) else None
         except Exception as error:
             logger.warning("capture of snapshot %s failed", run.permit.snapshot, exc_info=True)
             run.stop_reason = run.stop_reason or f"sealing failed: {error!r}"
             record = None
+        if arrivals is not None:
+            arrivals.settle()
         try:
             if record is None:
                 self._abandoned(run, run.stop_reason)
@@ -287,11 +299,11 @@ class CaptureEngine:
         finally:
             run.finished.set()
 
-    def _copy(self, run: CaptureRun) -> bool:
+    def _copy(self, run: CaptureRun, arrivals: Arrivals | None) -> bool:
         started = time.monotonic()
         try:
             if self._is_given(run):
-                reason = self._copy_items(run)
+                reason = self._copy_items(run, arrivals)
                 if not reason:
                     self._take_replicas(run)
             else:
@@ -351,7 +363,7 @@ class CaptureEngine:
 
         return should_stop
 
-    def _copy_items(self, run: CaptureRun) -> str:
+    def _copy_items(self, run: CaptureRun, arrivals: Arrivals | None) -> str:
         """Copy what the boundary left, then the rest; the reason why the bytes are not good, or ''.
 
         ValueError if the layout has changed, or a tensor was given other memory meanwhile.
@@ -361,10 +373,13 @@ class CaptureEngine:
             return run.stop_reason
         bound = self.binding.bind(run.live)
         early, later = self.binding.later(run.live, bound, run.permit.slot)
+        if arrivals is not None:
+            arrivals.clear(self.binding.gaps)
+        samples = [sample.item for sample in run.samples]
         # Apart from what was staged: copiers keep plans with the lists.
-        staged = [*run.staged, *(sample.item for sample in run.samples)]
-        for items in (staged, early, later):
-            if items and not self._copier.copy(items, run.mark, should_stop):
+        for items in (samples, run.staged, early, later):
+            beside = None if items is samples else arrivals
+            if items and not self._copier.copy(items, run.mark, should_stop, beside):
                 return "the copier stopped"
             if items is early:
                 run.early.set()
@@ -391,7 +406,7 @@ class CaptureEngine:
             self.binding.hurry()
         return changed_early(sorted({*wrong})) if wrong else ""
 
-    def _seal(self, run: CaptureRun) -> SealedRecord | None:
+    def _seal(self, run: CaptureRun, arrivals: Arrivals | None) -> SealedRecord | None:
         permit, slot = run.permit, run.permit.slot
         reach("capture.copied")
         record = digest.seal(
@@ -403,6 +418,7 @@ class CaptureEngine:
             meta=run.meta(),
             layout_hash=self.binding.layout_hash,
             block_bytes=self._block_bytes,
+            arrivals=arrivals,
         )
         reach("capture.digested")
         self._changed(run)

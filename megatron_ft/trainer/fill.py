@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ft.arena.digest import BlockCheck, Bytes
+from megatron_ft.core import copy_crc
+from megatron_ft.core.copy_crc import Parts
 from megatron_ft.core.fault_points import reach
 from megatron_ft.trainer.copier import CopyItem, batches, spare_threads
 from megatron_ft.trainer.cpu import copy_large, move_serially
@@ -88,8 +90,8 @@ class VerifiedCopy:
     ) -> None:
         """``targets``: the addresses of the spans that ``cuts`` were made of."""
         self._check, self._cuts = check, cuts
-        sources = cuts.offsets + region.ctypes.data
-        self._pieces = [one.tolist() for one in (cuts.to(targets), sources, cuts.lengths)]
+        pieces = cuts.to(targets), cuts.offsets + region.ctypes.data, cuts.lengths
+        self._rows, self._pieces = np.array(pieces), [one.tolist() for one in pieces]
         # Sources are addresses in it.
         self._kept = region
 
@@ -116,6 +118,8 @@ class VerifiedCopy:
         return sorted(bad)
 
     def _copy(self, first: int, stop: int) -> None:
+        if (library := copy_crc.load()) is not None:
+            return library.stream(Parts(*self._rows[:, first:stop]))
         columns = [column[first:stop] for column in self._pieces]
         # No bytecode between the calls: other threads wait while this one holds the GIL.
         large = min(columns[2], default=0) >= LARGE_BYTES

@@ -101,7 +101,7 @@ fingerprint() {
     {
         "$1" --version
         printf '%s\n' "$REPO" "$2" "$REPO"/*/__init__.py
-        cat "$REPO/pyproject.toml" "$REPO/setup.py" "$CONSTRAINTS" \
+        cat "$REPO/pyproject.toml" "$REPO/setup.py" "$REPO"/megatron_ft/core/*.c "$CONSTRAINTS" \
             "$REPO/scripts/lib/environment.sh"
     } | cksum
 }

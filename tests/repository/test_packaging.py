@@ -71,10 +71,14 @@ def _record_hash(text: str) -> str:
     return "sha256=" + base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
-def pip(*arguments: str | Path) -> str:
+def pip(*arguments: str | Path, environment: dict[str, str] | None = None) -> str:
     command = [sys.executable, "-m", "pip", "--isolated", "--disable-pip-version-check"]
     done = subprocess.run(
-        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=200
+        [*command, *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -88,7 +92,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return Path(made)
     source = tmp_path_factory.mktemp("source")
     for folder in ("megatron_ft", "deepspeed_ext", "tests", "benchmarks", *SHIPPED):
-        ignored = shutil.ignore_patterns("__pycache__")
+        ignored = shutil.ignore_patterns("__pycache__", "*.so")
         shutil.copytree(REPOSITORY / folder, source / folder, ignore=ignored)
     for file in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
         shutil.copy(REPOSITORY / file, source)
@@ -162,6 +166,29 @@ def test_an_installation_writes_the_files_of_a_checkout(our_wheel: Path, tmp_pat
     assert found == {name: path.read_bytes() for name, path in init.shipped().items()}
 
 
+def test_without_a_compiler_it_installs_and_copies_in_two_passes(
+    packages: Path, tmp_path: Path
+) -> None:
+    (source,) = packages.glob("megatron_ft-*.tar.gz")
+    target = tmp_path / "installed"
+    pip(
+        *("install", "--no-index", "--no-deps", "--no-build-isolation", "--target", target),
+        source,
+        environment={**os.environ, "CC": "/bin/false"},
+    )
+    program = "from megatron_ft.core import copy_crc; print(copy_crc.advice()); copy_crc.load()"
+    said = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(target)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert "install a C compiler" in said.stdout
+
+
 def _name(requirement: str) -> str:
     found = re.match(r"[A-Za-z0-9._-]+", requirement)
     assert found is not None
@@ -208,8 +235,11 @@ def test_wheel_contains_every_module_and_nothing_else(our_wheel: Path) -> None:
     shared = {n.partition("/data/share/megatron-ft/")[2] for n in packed}
     assert shared - {""} == set(init.shipped())
     packed = {n for n in packed if ".data/" not in n}
+    built = {n for n in packed if n.startswith("megatron_ft/core/_copy_crc.") and n[-3:] == ".so"}
+    assert len(built) == 1, "there was no C compiler"
     data = {"megatron_ft/cli/report/page.html", "deepspeed_ext/inmem_snapshot.schema.json"}
-    assert packed - modules == typed | data
+    assert packed - modules - built == typed | data
+    assert our_wheel.name.split("-")[2:4] == ["cp310", "abi3"], "one wheel for all of Python"
     assert any(n.endswith(".dist-info/licenses/LICENSE") for n in names)
 
 
@@ -219,6 +249,7 @@ def test_source_package_contains_what_the_wheel_is_made_of(packages: Path) -> No
         names = {member.name.partition("/")[2] for member in archive if member.isfile()}
     made = {n for n in names if ".egg-info/" not in n} - {"PKG-INFO", "setup.cfg"}
     assert made >= {*init.shipped(), "pyproject.toml", "setup.py", "LICENSE", "README.md"}
+    assert "megatron_ft/core/copy_crc.c" in made and not any(n.endswith(".so") for n in made)
     assert {n.partition("/")[0] for n in made if "/" in n} == {
         "megatron_ft",
         "deepspeed_ext",

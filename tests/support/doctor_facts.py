@@ -51,6 +51,7 @@ def node(name: str, **changes: Any) -> NodeFacts:
         cgroup=STEP.format("1"),
         removes_ipc=False,
         arena=arena(inode=inode),
+        copies="copied and digested in one pass",
         folders=folders(),
     )
     return msgspec.structs.replace(good, **changes)

@@ -36,9 +36,11 @@ class LatestCopier(CpuCopier):
         self.go.clear()
         self._lists = 0
 
-    def copy(self, items: Any, mark: Any, should_stop: Callable[[], bool]) -> bool:
+    def copy(
+        self, items: Any, mark: Any, should_stop: Callable[[], bool], arrivals: Any = None
+    ) -> bool:
         if not isinstance(items, CopyList):
-            return super().copy(items, mark, should_stop)
+            return super().copy(items, mark, should_stop, arrivals)
         copied, self._lists = 0, self._lists + 1
         early = self._lists == 1 and self.binding.hurries
 
@@ -48,7 +50,7 @@ class LatestCopier(CpuCopier):
             assert copied <= self.first or self.go.wait(WAIT), "training never came to an end"
             return should_stop()
 
-        return super().copy(items, mark, late)
+        return super().copy(items, mark, late, arrivals)
 
 
 class Ended(NamedTuple):

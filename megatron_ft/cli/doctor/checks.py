@@ -284,6 +284,7 @@ CHECKS: Mapping[str, Callable[[Facts], Iterable[Finding]]] = {
     "same code": same_code,
     "arena folder": node_checks.arena_folder,
     "memory": node_checks.memory,
+    "copies": node_checks.copies,
     "same arena": node_checks.same_arena,
     "containers": node_checks.containers,
     "RemoveIPC": node_checks.remove_ipc,

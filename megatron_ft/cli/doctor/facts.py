@@ -58,7 +58,8 @@ class NodeFacts(msgspec.Struct, frozen=True):
 
     ``machine`` is the same for nodes that share a kernel; ``pid_namespace`` for processes that
     know each other by number.  ``code`` is a digest of this package's sources.
-    ``removes_ipc``: logind will remove the user's files in /dev/shm.
+    ``removes_ipc``: logind will remove the user's files in /dev/shm.  ``copies`` says how bytes
+    are copied and digested there, ``copies_advice`` how that can be faster.
     """
 
     machine: str
@@ -69,6 +70,8 @@ class NodeFacts(msgspec.Struct, frozen=True):
     arena: ArenaPlace
     pid_namespace: int = 0
     folders: dict[str, SharedFolder] = {}
+    copies: str = ""
+    copies_advice: str = ""
 
 
 class TrainerFacts(msgspec.Struct, frozen=True):

@@ -206,6 +206,15 @@ def containers(facts: Facts) -> list[Finding]:
     return by_node(both, judge)
 
 
+def copies(facts: Facts) -> list[Finding]:
+    """How captures, restores and drains copy and digest bytes on the CPU."""
+
+    def judge(said: NodeFacts) -> Finding:
+        return warn(said.copies, said.copies_advice) if said.copies_advice else ok(said.copies)
+
+    return by_node(facts.answered, judge)
+
+
 def remove_ipc(facts: Facts) -> list[Finding]:
     """logind removes a user's files in /dev/shm when the user's last session ends."""
 

@@ -22,6 +22,7 @@ import megatron_ft
 from megatron_ft.arena.limits import memory_readings
 from megatron_ft.checkpoint.disk_format import DiskCalls
 from megatron_ft.cli.doctor.facts import ArenaPlace, NodeFacts, ProbeRequest, SharedFolder, say
+from megatron_ft.core import copy_crc
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.private_files import OTHERS_WRITE, reason_against
@@ -44,6 +45,8 @@ def examine(request: ProbeRequest, where: ProcessEnvironment) -> NodeFacts:
         removes_ipc=removes_ipc(os.geteuid()),
         arena=arena_place(Path(request.arena_root), where.node_dir, request.token),
         pid_namespace=pid_namespace(),
+        copies=copy_crc.describe(),
+        copies_advice=copy_crc.advice(),
         folders={
             folder: shared_folder(Path(folder), request.token, where.node)
             for folder in request.folders

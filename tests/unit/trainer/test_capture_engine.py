@@ -10,9 +10,11 @@ import torch
 
 from megatron_ft.arena import digest
 from megatron_ft.arena.arena import Arena
+from megatron_ft.core import copy_crc
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.trainer.cpu import CpuCopier
 from tests.support.captures import BLOCK, WAIT, FakeSmp, make_manager
+from tests.support.copies import each_way
 
 
 def test_padding_is_nobodys_whatever_earlier_captures_have_left(smp: FakeSmp) -> None:
@@ -61,6 +63,63 @@ def test_a_seal_that_broke_off_leaves_nothing_in_the_next_one(
     sealed = capture(2, 10)
     assert smp.arena is not None
     assert digest.verify_shard(smp.arena.data(0), smp.sealed_records[sealed], BLOCK) == []
+    manager.close()
+
+
+def odd_state() -> dict[str, Any]:
+    """Tensors with gaps between them, strided, of no elements and of several blocks."""
+    sizes = (3, 70_000, 1, 0, 12_345)
+    state: dict[str, Any] = {f"w{n}": torch.rand(size) for n, size in enumerate(sizes)}
+    return {**state, "strided": torch.rand(300, 200).t(), "bytes": torch.ones(5, dtype=torch.uint8)}
+
+
+@pytest.mark.usefixtures(each_way.__name__)
+def test_every_way_of_copying_seals_what_verifies(smp: FakeSmp) -> None:
+    """Whatever lay in the slot before."""
+    state = odd_state()
+    first = make_manager(smp)
+    first.prepare(state)
+    first.close()
+    assert smp.arena is not None
+    smp.arena.data(0, writable=True)[:] = 255
+    manager = make_manager(smp, copier=CpuCopier(100_000))
+    manager.prepare(state)
+    snapshot = smp.grant(1)
+    manager.save(1, state)
+    smp.wait_ended()
+    region, record = smp.arena.data(0), smp.sealed_records[snapshot]
+    assert digest.verify_shard(region, record, BLOCK) == []
+    manager.close()
+    smp.offer_last()
+    fresh = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    assert make_manager(smp).load(into=fresh) == 1
+    assert all(torch.equal(fresh[name], state[name]) for name in state)
+
+
+class Spoiling(CpuCopier):
+    """Memory loses a bit between the copy and the seal."""
+
+    smp: FakeSmp
+
+    def copy(self, items: Any, *others: Any) -> bool:
+        complete = super().copy(items, *others)
+        if any(target.nbytes > BLOCK for _, target in items):
+            assert self.smp.arena is not None
+            self.smp.arena.data(0, writable=True)[3 * BLOCK + 7] ^= 1
+        return complete
+
+
+@pytest.mark.skipif(copy_crc.load() is None, reason=copy_crc.describe())
+def test_a_bit_that_the_arena_loses_before_the_seal_is_found(smp: FakeSmp) -> None:
+    copier = Spoiling(1 << 20)
+    copier.smp = smp
+    manager, state = make_manager(smp, copier=copier), {"weights": torch.ones(300_000)}
+    manager.prepare(state)
+    snapshot = smp.grant(1)
+    manager.save(1, state)
+    smp.wait_ended()
+    assert smp.arena is not None
+    assert digest.verify_shard(smp.arena.data(0), smp.sealed_records[snapshot], BLOCK) == [3]
     manager.close()
 
 
