@@ -161,7 +161,6 @@ class Arena:
 
     @property
     def geometry(self) -> Geometry:
-        """Sizes and offsets, fixed for the incarnation of the file."""
         return self._geometry
 
     @property
@@ -190,7 +189,7 @@ class Arena:
         return binary.unpack_slot(self._read_required(self._slot_place(slot), f"slot {slot}"))
 
     def write_slot(self, slot: int, header: SlotHeader) -> None:
-        self._write(self._slot_place(slot), binary.pack_slot(header))
+        self._write(self._slot_place(slot), binary.pack(header))
 
     def mend_records(
         self, header: ArenaHeader, slots: Sequence[SlotHeader], *, stale: bool = False
@@ -201,7 +200,7 @@ class Arena:
         ``stale`` headers that are whole but say something else are written anew as well.  The
         file's first bytes and its mode are put right, too.
         """
-        payloads = [binary.pack_header(header), *(binary.pack_slot(slot) for slot in slots)]
+        payloads = [binary.pack_header(header), *(binary.pack(slot) for slot in slots)]
         damaged = []
         if self._everything().read(0, binary.PREAMBLE_BYTES) != binary.pack_preamble():
             control = self._writable_mapping(0, self._geometry.control_bytes)
@@ -234,7 +233,7 @@ class Arena:
         return None if damaged else permit
 
     def write_permit(self, permit: Permit | None) -> None:
-        self._write(_PERMIT_PLACE, binary.pack_permit(permit))
+        self._write(_PERMIT_PLACE, binary.pack(permit))
 
     def progress(self) -> int:
         """The last iteration that the trainer finished; -1 if none is known."""
@@ -242,7 +241,7 @@ class Arena:
         return NO_PROGRESS if raw is None else binary.unpack_progress(raw)
 
     def write_progress(self, iteration: int) -> None:
-        self._write(_PROGRESS_PLACE, binary.pack_progress(iteration))
+        self._write(_PROGRESS_PLACE, binary.pack(iteration))
 
     def data(self, slot: int, writable: bool = False) -> NDArray[np.uint8]:
         """The slot's data region; its address stays the same."""
@@ -277,7 +276,7 @@ class Arena:
             try:
                 given.release()
             except OSError as error:
-                # Only memory is lost by it: what is beside takes as much more.
+                # Only memory is lost by it: the arenas next to it take that much more.
                 log.warning("%s keeps the memory of slot %d: %s", self.path, slot, error)
             finally:
                 given.close()
@@ -302,12 +301,12 @@ class Arena:
         """Allocate memory behind every slot; ArenaMemoryError if there is not enough.
 
         Half of the time is left to others, and ``may_continue`` is asked before each piece.  Safe
-        beside ``close`` and beside writers.
+        during ``close`` and while others write.
         """
         with self._lock:
             self._everything()
             fd = os.dup(self._fd)
-        sizes, arithmetic = self._geometry, "slots beside the first one"
+        sizes, arithmetic = self._geometry, "slots behind the first one"
         start, stop = _first_bytes(sizes), sizes.file_bytes
         try:
             for at in range(start, stop, _PIECE_BYTES):

@@ -164,47 +164,31 @@ def check_preamble(raw: bytes, where: str) -> None:
 
 def pack_header(header: ArenaHeader) -> bytes:
     """The arena header; of a longer lineage the newest 64 ancestors are kept."""
-    return _pack(replace(header, lineage=header.lineage[-fmt.MAX_LINEAGE :]))
+    return pack(replace(header, lineage=header.lineage[-fmt.MAX_LINEAGE :]))
 
 
 def unpack_header(raw: bytes) -> ArenaHeader:
-    """The arena header back; ArenaCorruptError if the bytes are nonsense."""
     header: ArenaHeader = _unpack("the arena header", raw, ArenaHeader)
     return header
 
 
-def pack_slot(header: SlotHeader) -> bytes:
-    return _pack(header)
-
-
 def unpack_slot(raw: bytes) -> SlotHeader:
-    """The slot header back; ArenaCorruptError if the bytes are nonsense."""
     header: SlotHeader = _unpack("a slot header", raw, SlotHeader)
     return header
 
 
-def pack_permit(permit: Permit | None) -> bytes:
-    """The permit; None is the withdrawn one."""
-    return _pack(permit)
-
-
 def unpack_permit(raw: bytes) -> Permit | None:
-    """The permit back, None if there is none; ArenaCorruptError if the bytes are nonsense."""
     permit: Permit | None = _unpack("the permit", raw, Permit | None)
     return permit
 
 
-def pack_progress(iteration: int) -> bytes:
-    return _pack(iteration)
-
-
 def unpack_progress(raw: bytes) -> int:
-    """The last finished iteration back; ArenaCorruptError if the bytes are nonsense."""
     iteration: int = _unpack("progress", raw, int)
     return iteration
 
 
-def _pack(value: object) -> bytes:
+def pack(value: SlotHeader | Permit | int | ArenaHeader | None) -> bytes:
+    """A slot header, the permit (None is the withdrawn one), or the last finished iteration."""
     try:
         return msgspec.msgpack.encode(value)
     except OverflowError as error:
@@ -212,7 +196,7 @@ def _pack(value: object) -> bytes:
 
 
 def _unpack(what: str, raw: bytes, kind: Any) -> Any:
-    # A hash is no signature: bytes that pass it may still be nonsense made on purpose.
+    # A hash is not a signature: bytes that pass it may still be nonsense made on purpose.
     try:
         return msgspec.msgpack.decode(raw, type=kind)
     except UNREADABLE as error:

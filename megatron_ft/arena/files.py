@@ -1,7 +1,7 @@
 """Arena files: making and opening them safely, and reading their header.
 
-A file is checked for its owner, kind, length and allocated blocks before it is mapped.  What is no
-plain file of ours in an arena's place is given another name.
+A file is checked for its owner, kind, length and allocated blocks before it is mapped.  Anything
+but a plain file of ours in an arena's place is given another name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def new_file(
     """A descriptor of a file that gets its name when the block ends well.
 
     Its ``first`` bytes are allocated, the rest are holes, for which the limits leave room, and for
-    ``owed`` bytes beside.  If the block raises, no file is left.  The descriptor is closed at the
+    ``owed`` more bytes.  If the block raises, no file is left.  The descriptor is closed at the
     end.
     """
     _make_parent(path.parent)
@@ -51,7 +51,7 @@ def new_file(
         )
     temporary = path.with_name(path.name + ".tmp")
     if owed:
-        arithmetic += f"; {limits.format_bytes(owed)} of it for arenas beside"
+        arithmetic += f"; {limits.format_bytes(owed)} of it for other arenas"
     fd = _open_new(temporary, length + owed, arithmetic)
     try:
         mapping.allocate(fd, 0, first)
@@ -103,16 +103,12 @@ def allocate(fd: int, folder: Path, start: int, length: int, arithmetic: str) ->
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise ArenaError(f"{folder} cannot hold arenas: {error.strerror}") from error
-        space = limits.MemoryReading(
-            f"the file system ({os.strerror(error.errno)})", _free_bytes(folder)
+        space = os.statvfs(folder)
+        free = limits.MemoryReading(
+            f"the file system ({os.strerror(error.errno)})", space.f_bavail * space.f_frsize
         )
-        message = limits.shortage_message(folder, length, arithmetic, space)
+        message = limits.shortage_message(folder, length, arithmetic, free)
         raise ArenaMemoryError(message) from error
-
-
-def _free_bytes(folder: Path) -> int:
-    space = os.statvfs(folder)
-    return space.f_bavail * space.f_frsize
 
 
 def open_file(path: Path) -> int:
@@ -189,7 +185,7 @@ def reason_in_the_way(path: Path) -> str:
 
 
 def set_aside(path: Path) -> Path:
-    """Give a file, folder or link another name beside its own; returns it."""
+    """Give a file, folder or link another name in the same folder; returns it."""
     number, target = 0, path.with_name(path.name + ASIDE)
     while os.path.lexists(target):
         number += 1
@@ -210,7 +206,6 @@ def remove(path: Path) -> None:
 
 
 def clear(path: Path) -> None:
-    """Remove the file at this path, or set it aside."""
     remove(path)
     if os.path.lexists(path):
         set_aside(path)

@@ -44,7 +44,6 @@ _SHARD_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,63}")
 
 
 def round_up(value: int, unit: int) -> int:
-    """The smallest multiple of ``unit`` that is not below ``value``."""
     return -(-value // unit) * unit
 
 
@@ -171,15 +170,17 @@ class ArenaHeader:
     def __post_init__(self) -> None:
         for shard_id in (self.shard_id, *self.members):
             check_shard_id(shard_id)
-        self._check_codec()
-        self._check_members()
-        self._check_geometry()
-
-    def _check_codec(self) -> None:
         if self.codec not in CODECS:
             raise ValueError(f"codec is {self.codec!r}; known: {', '.join(CODECS)}")
         if self.codec == "none" and self.parity_members:
             raise ValueError(f"codec none with {self.parity_members} parity members; use 0")
+        self._check_members()
+        sizes = self.geometry
+        unit = self.data_members * sizes.block_bytes
+        if sizes.data_bytes % unit:
+            raise ValueError(f"data_bytes {sizes.data_bytes} is not a multiple of k blocks, {unit}")
+        if sizes.parity_bytes != self.parity_members * sizes.data_bytes // self.data_members:
+            raise ValueError(f"parity_bytes {sizes.parity_bytes} is not data_bytes * m / k")
 
     def _check_members(self) -> None:
         count = len(self.members)
@@ -193,14 +194,6 @@ class ArenaHeader:
             raise ValueError(f"members {self.members} are not all different")
         if not 0 <= self.member_index < count or self.members[self.member_index] != self.shard_id:
             raise ValueError(f"member {self.member_index} of {self.members} is not {self.shard_id}")
-
-    def _check_geometry(self) -> None:
-        sizes = self.geometry
-        unit = self.data_members * sizes.block_bytes
-        if sizes.data_bytes % unit:
-            raise ValueError(f"data_bytes {sizes.data_bytes} is no multiple of k blocks, {unit}")
-        if sizes.parity_bytes != self.parity_members * sizes.data_bytes // self.data_members:
-            raise ValueError(f"parity_bytes {sizes.parity_bytes} is not data_bytes * m / k")
 
 
 @dataclass(frozen=True)

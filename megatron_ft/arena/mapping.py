@@ -52,10 +52,6 @@ def map_file(
     return array
 
 
-def address_of(array: MappedBytes) -> int:
-    return ctypes.addressof(array)
-
-
 def madvise(address: int, length: int, advice: int) -> None:
     """Advise on memory from a page's start on; OSError as of madvise(2)."""
     while _libc().madvise(address, length, advice):
@@ -127,7 +123,7 @@ def allocate(descriptor: int, start: int, stop: int) -> bool:
         for at in range(first, whole, unit):
             os.posix_fallocate(descriptor, at, 1)
         pages = map_file(descriptor, first, whole - first, writable=True, unit=unit)
-        madvise(address_of(pages), whole - first, MADV_COLLAPSE)
+        madvise(ctypes.addressof(pages), whole - first, MADV_COLLAPSE)
     except OSError as error:
         log.info("no huge pages for %d bytes of an arena: %s", stop - start, error.strerror)
         return False
@@ -154,7 +150,7 @@ class Mapping:
             mapped = map_file(fd, start, length + self._skip, writable=writable, unit=unit)
         except OSError as error:
             raise ArenaMemoryError(f"{name} cannot be mapped: {error.strerror}") from error
-        self._address, self._length = address_of(mapped), len(mapped)
+        self._address, self._length = ctypes.addressof(mapped), len(mapped)
         every = memoryview(mapped).cast("B")
         self._bytes: memoryview | None = every if writable else every.toreadonly()
 

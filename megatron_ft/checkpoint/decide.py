@@ -3,7 +3,7 @@
 The rule: a snapshot of the current lineage can be served if in every stripe either no
 member lacks it, or at most m do and the parity of all the others is complete.  The
 newest such snapshot wins.  Commit words play no part: a snapshot that is complete
-everywhere is consistent whether or not its commit was heard of by all.
+everywhere is consistent whether or not all have learned of its commit.
 
 Some snapshots are passed over: rewound ones, and those that training fails from.  A snapshot can
 be whole and still be bad, where weights have gone wrong before it was taken.  So failures soon
@@ -184,7 +184,8 @@ def decide(
     refusals: list[str] = []
     for snapshot in candidates(holdings, lineage):
         losses = {s: _lacking(s, snapshot, holdings, corrupt) for s in stripes}
-        iteration = _iteration(snapshot, holdings)
+        slots = (holding.slot(snapshot) for holding in holdings.values())
+        iteration = next(slot.iteration for slot in slots if slot is not None)
         problem = quarantine.reason_against(snapshot, iteration) or _problem(
             snapshot, losses, holdings
         )
@@ -246,11 +247,6 @@ def candidates(holdings: Mapping[str, Holding], noted: Sequence[Ancestor] = ()) 
     return sorted((s for s in found if on_lineage(s, lineage)), reverse=True)
 
 
-def _iteration(snapshot: SnapshotId, holdings: Mapping[str, Holding]) -> int:
-    slots = (holding.slot(snapshot) for holding in holdings.values())
-    return next(slot.iteration for slot in slots if slot is not None)
-
-
 def _lacking(
     stripe: StripeState,
     snapshot: SnapshotId,
@@ -291,7 +287,8 @@ def _problem(
 ) -> str | None:
     """Reason for which a snapshot cannot be served, or None if it can."""
     for stripe, lost in losses.items():
-        complete = not lost or _parity_complete(stripe, lost, snapshot, holdings)
+        others = [holdings[m].slot(snapshot) for m in stripe.members if lost and m not in lost]
+        complete = all(slot is not None and slot.parity_valid for slot in others)
         if makes_up(len(lost), stripe.parity_members, complete):
             continue
         if len(lost) > stripe.parity_members:
@@ -304,22 +301,11 @@ def _problem(
 
 
 def makes_up(lacking: int, parity_members: int, complete: bool) -> bool:
-    """The rule of a stripe: whether it serves though so many of its members lack a snapshot.
+    """The rule of a stripe: True if it serves although this many of its members lack a snapshot.
 
     ``complete`` says that all the others have parity.
     """
     return not lacking or (lacking <= parity_members and complete)
-
-
-def _parity_complete(
-    stripe: StripeState,
-    lost: Sequence[str],
-    snapshot: SnapshotId,
-    holdings: dict[str, Holding],
-) -> bool:
-    survivors = [member for member in stripe.members if member not in lost]
-    slots = [holdings[member].slot(snapshot) for member in survivors]
-    return all(slot is not None and slot.parity_valid for slot in slots)
 
 
 def _serve(

@@ -172,7 +172,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_json(cls, raw: bytes, where: str) -> Manifest:
-        """The manifest in a file's content; CheckpointDamagedError if it is no whole one."""
+        """The manifest in a file's content; CheckpointDamagedError if it is not a whole one."""
         version = _version(raw)
         if version not in (None, MANIFEST_VERSION):
             raise CheckpointDamagedError(
@@ -222,22 +222,11 @@ MOST_HEADER_BYTES = 100 << 20
 """Limit of stock readers."""
 
 DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
 """Our dtype names to theirs; a tensor of any other dtype is stored as its bytes."""
 
 
@@ -252,7 +241,13 @@ class ShardHeader(msgspec.Struct, frozen=True):
 
 def pack_header(header: ShardHeader, layout: ShardLayout) -> bytes:
     """Length and JSON, padded so that the region starts at a multiple of 64 bytes."""
-    entries: dict[str, Any] = {"__metadata__": _metadata(header)}
+    # All values are texts, as the format wants.
+    metadata = {
+        "format": SHARD_FORMAT,
+        "version": str(SHARD_VERSION),
+        "shard": msgspec.json.encode(header).decode(),
+    }
+    entries: dict[str, Any] = {"__metadata__": metadata}
     for name, dtype, shape, start, stop in _table(layout, header.record):
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, stop)}
     text = msgspec.json.encode(entries)
@@ -292,15 +287,6 @@ def unpack_header(raw: bytes, where: str) -> ShardHeader:
         f"{where} has format {metadata['format']!r}, version {metadata['version']}; this release "
         f"reads {SHARD_FORMAT!r}, version {SHARD_VERSION}"
     )
-
-
-def _metadata(header: ShardHeader) -> dict[str, str]:
-    """All values are texts, as the format wants."""
-    return {
-        "format": SHARD_FORMAT,
-        "version": str(SHARD_VERSION),
-        "shard": msgspec.json.encode(header).decode(),
-    }
 
 
 _Row = tuple[str, str, tuple[int, ...], int, int]

@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -129,7 +129,9 @@ def publish(
 
     DrainError if files are missing, or are not of this snapshot.
     """
-    files = dict(_shard_file(path, info, job) for path in shard_paths(folder))
+    files = dict(
+        _shard_file(path, info, job) for path in sorted(folder.glob(f"[!.]*{SHARD_SUFFIX}"))
+    )
     if len(files) != shard_count:
         raise DrainError(
             f"{folder} has {len(files)} shards of {shard_count}: some node wrote to another disk "
@@ -155,11 +157,6 @@ def publish(
 def _reaching(text: bytes) -> Iterator[bytes]:
     yield text
     reach("drain.manifest")
-
-
-def shard_paths(folder: Path) -> Collection[Path]:
-    """The shard files in a checkpoint's folder; temporary ones are none."""
-    return sorted(folder.glob(f"[!.]*{SHARD_SUFFIX}"))
 
 
 def _shard_file(path: Path, info: SnapshotInfo, job: uuid.UUID) -> tuple[str, ShardFile]:

@@ -148,7 +148,7 @@ def open_checkpoint(directory: Path) -> CheckpointSource:
     ConfigError if there is none, or they are of several jobs.
     """
     if not directory.is_dir():
-        raise ConfigError(f"{directory} is no folder; give a checkpoint or a drain folder")
+        raise ConfigError(f"{directory} is not a folder; give a checkpoint or a drain folder")
     return CheckpointSource(directory, *_named(directory))
 
 
@@ -186,7 +186,9 @@ class CheckpointSource:
 
 def choose(found: Sequence[Drained], wanted: DiskCriteria) -> Choice:
     """The newest checkpoint that may be taken.  Pure."""
-    lineage = wanted.lineage or _newest_lineage(found)
+    known = [one.manifest.lineage for one in found if one.manifest.lineage]
+    newest = max(known, key=lambda lineage: lineage[-1].incarnation, default=())
+    lineage = wanted.lineage or newest
     reasons: list[str] = []
     for one in sorted(found, key=lambda one: one.manifest.snapshot, reverse=True):
         snapshot = one.manifest.snapshot
@@ -218,12 +220,6 @@ def _reason_against(one: Drained, wanted: DiskCriteria, lineage: Sequence[Ancest
     return f"is not used: {objection}" if objection else ""
 
 
-def _newest_lineage(found: Iterable[Drained]) -> tuple[Ancestor, ...]:
-    """That of the job's latest incarnation, as far as the disk knows."""
-    lineages = [one.manifest.lineage for one in found if one.manifest.lineage]
-    return max(lineages, key=lambda lineage: lineage[-1].incarnation, default=())
-
-
 def superfluous(
     complete: Mapping[str, SnapshotId], keep: int, lineage: tuple[Ancestor, ...] = ()
 ) -> list[str]:
@@ -234,17 +230,10 @@ def superfluous(
     """
     ordered = sorted(complete, key=lambda name: complete[name])
     ours = [n for n in ordered if not lineage or on_lineage(complete[n], lineage)]
-    staying = {*ours[-keep:], *(n for n in ordered if _later(complete[n], lineage))}
-    return [name for name in ordered if name not in staying]
-
-
-def _later(snapshot: SnapshotId, lineage: Sequence[Ancestor]) -> bool:
-    """True if a snapshot is of an incarnation after the one whose lineage this is.
-
-    A drain may outlive its supervisor and finish when another incarnation drains already: it
-    must not remove what it cannot know of.
-    """
-    return bool(lineage) and snapshot.incarnation > lineage[-1].incarnation
+    # A drain may outlive its supervisor and finish when another incarnation drains already: it
+    # must not remove what it cannot know of.
+    later = {n for n in ordered if lineage and complete[n].incarnation > lineage[-1].incarnation}
+    return [name for name in ordered if name not in {*ours[-keep:], *later}]
 
 
 def clean_up(

@@ -1,7 +1,7 @@
 """Turns a snapshot into a checkpoint of its framework's own: forms, formats and who writes them.
 
 A form is what a rank would put into its framework's own checkpoint, with names in the place of
-tensors.  It is recorded once, when training starts, and kept as bytes beside every snapshot.
+tensors.  It is recorded once, when training starts, and kept as bytes with every snapshot.
 With it a snapshot becomes a checkpoint without a trainer, a model or a GPU.  The folder of a
 checkpoint appears whole or not at all.
 """
@@ -43,7 +43,7 @@ class ExportMark(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, folder: Path) -> ExportMark | None:
-        """The mark of a folder; None if it is no export."""
+        """The mark of a folder; None if it is not an export."""
         try:
             mark = msgspec.json.decode((folder / MARK).read_bytes(), type=cls)
         except (OSError, *UNREADABLE):
@@ -186,7 +186,7 @@ def load_form(state: bytes, make: Callable[[TensorRecipe], Any] = lambda wanted:
     """Decodes what :func:`dump_form` was given, with ``make(wanted)`` in the place of parts.
 
     Imports the framework's classes that it holds.  UndecodableError if that is not possible, or
-    the bytes are no such thing; what ``make`` raises of our own errors comes through.
+    the bytes are not a form; what ``make`` raises of our own errors comes through.
     """
     return decode(_decompressed(state), lambda plain: make(TensorRecipe(*plain)))
 

@@ -112,16 +112,6 @@ def hold(memory: Memory, info: SnapshotInfo, shards: Collection[str]) -> Iterato
     check()
 
 
-@contextmanager
-def hold_parts(
-    memory: Memory, info: SnapshotInfo, shards: Collection[str]
-) -> Iterator[dict[str, ShardParts]]:
-    """As ``hold``, but bytes are verified as they are read."""
-    held, check = _find(memory, info, shards)
-    yield {shard_id: one.parts() for shard_id, one in held.items()}
-    check()
-
-
 def _find(
     memory: Memory, info: SnapshotInfo, shards: Collection[str]
 ) -> tuple[dict[str, _Held], Callable[[], None]]:
@@ -238,19 +228,18 @@ class LiveSource:
 
     @contextmanager
     def open_parts(self, info: SnapshotInfo) -> Iterator[dict[str, ShardParts]]:
-        with self._pinned(info) as (memory, shards), hold_parts(memory, info, shards) as opened:
-            yield opened
+        with self._pinned(info) as (memory, shards):
+            held, check = _find(memory, info, shards)
+            yield {shard_id: one.parts() for shard_id, one in held.items()}
+            check()
 
     @contextmanager
     def _pinned(self, info: SnapshotInfo) -> Iterator[tuple[Memory, set[str]]]:
         """The arenas, with a snapshot that their SMPs keep, and the shards it should have."""
-        with scan(self._folders) as memory, pinned(_folders_of(memory), info.snapshot):
-            yield memory, self._known | _members(memory.holdings)
-
-
-def _folders_of(memory: Memory) -> list[Path]:
-    nodes = {holding.node for holding in memory.holdings.values()}
-    return [memory.folders[node] for node in sorted(nodes)]
+        with scan(self._folders) as memory:
+            nodes = sorted({holding.node for holding in memory.holdings.values()})
+            with pinned([memory.folders[node] for node in nodes], info.snapshot):
+                yield memory, self._known | _members(memory.holdings)
 
 
 def _members(holdings: Mapping[str, Holding]) -> set[str]:
@@ -279,7 +268,7 @@ def complete_snapshots(
         else:
             level = "protected" if all(slot.parity_valid for slot in held) else "local"
             infos.append(SnapshotInfo(snapshot, held[0].iteration, level))
-    # Beside a complete one, a snapshot that is still on its way is nothing to worry about.
+    # Where one is complete, a snapshot that is still on its way is not a problem.
     return infos, tuple(problems if infos else problems + undecided)
 
 

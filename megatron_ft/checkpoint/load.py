@@ -109,7 +109,7 @@ def read_manifest(folder: Path, disk: DiskCalls | None = None) -> Manifest:
             raw = file.read(MOST_MANIFEST_BYTES + 1)
     except FileNotFoundError as error:
         raise CheckpointDamagedError(
-            f"{folder} has no {MANIFEST}: it is no checkpoint, or one that was never finished"
+            f"{folder} has no {MANIFEST}: it is not a checkpoint, or one that was never finished"
         ) from error
     except OSError as error:
         raise CheckpointDamagedError(f"{path} cannot be read: {error.strerror}") from error

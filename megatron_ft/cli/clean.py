@@ -49,8 +49,11 @@ class JobFolder:
 
     def allocated_bytes(self) -> int:
         """Bytes of memory (or disk) that the folder's files occupy."""
-        files = (Path(base, f) for base, _, names in os.walk(self.path) for f in names)
-        return sum(map(_allocated, files))
+        blocks = 0
+        for file in (Path(base, f) for base, _, names in os.walk(self.path) for f in names):
+            with suppress(FileNotFoundError):  # a job that runs replaces files meanwhile
+                blocks += file.lstat().st_blocks
+        return blocks * 512
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,9 +116,9 @@ def end_smps(folder: JobFolder, state_dir: Path | None) -> int:
             if isinstance(answer, Refused):
                 print(f"{folder.job}: node {node.name}: {answer.reason}", file=sys.stderr)
     deadline = time.monotonic() + SMP_END_SECONDS * ending
-    while any(map(_is_smp, _members(folder))) and time.monotonic() < deadline:
+    while any(map(_is_smp, members(folder))) and time.monotonic() < deadline:
         time.sleep(0.05)
-    left = _members(folder)
+    left = members(folder)
     if not left or not all(map(_is_orphan, left)) or is_supervised(folder.job, state_dir):
         return 0
     procfs.kill_matching(lambda pid: pid in left and _is_orphan(pid), f"job {folder.job}")
@@ -130,18 +133,10 @@ def _is_smp(pid: int) -> bool:
 
 
 def _is_orphan(pid: int) -> bool:
-    """True if this is an SMP whose socket nobody serves."""
     node_dir = procfs.read_environment(pid).get(NODE_DIR, "")
     with suppress(OSError, UntrustedFileError):
         return _is_smp(pid) and not has_listener(Path(node_dir) / SOCKET_NAME)
     return False
-
-
-def _allocated(file: Path) -> int:
-    # A job that runs replaces files while they are counted.
-    with suppress(FileNotFoundError):
-        return file.lstat().st_blocks * 512
-    return 0
 
 
 def _subfolders(folder: Path) -> list[Path]:
@@ -157,27 +152,31 @@ def _clean_one(folder: JobFolder, size: int, arguments: argparse.Namespace) -> b
     """Remove one job of ``size`` bytes unless it runs; True if it is gone (or would be)."""
     mebibytes = size / (1 << 20)
     with locked(folder) as free:
-        reason = "an SMP or supervisor holds its lock" if not free else living_process(folder)
-        if reason:
+        # By their environment: the kernel gives numbers in files out again.
+        left = members(folder)
+        if not free or left:
+            held = "an SMP or supervisor holds its lock"
+            reason = held if not free else f"process {min(left)}"
             text = f"{folder.job}: still runs ({reason}), left alone"
-            if all(map(_is_smp, _members(folder))):
+            if all(map(_is_smp, left)):
                 text += f"; SMPs of a stopped job end with `megatron-ft clean --job {folder.job}`"
             print(text, file=sys.stderr)
             return False
         if not arguments.dry_run:
             # A supervisor that was killed has left them, without trainers.
-            procfs.kill_matching(lambda pid: _is_host(pid, folder), f"hosts of {folder.job}")
+            procfs.kill_matching(
+                lambda pid: (
+                    ROOM in (marks := procfs.read_environment(pid)) and _belongs(marks, folder)
+                ),
+                f"hosts of {folder.job}",
+            )
             shutil.rmtree(folder.path)
-            _forget(folder.job, arguments.state_dir)
+            # Without arenas the supervisor's notes would only mislead the next one.
+            notes = state_folder(folder.job, arguments.state_dir)
+            if notes.is_dir():
+                JobState(notes, folder.job).remove()
     print(f"{folder.job}: {'would remove' if arguments.dry_run else 'removed'} {mebibytes:.1f} MiB")
     return True
-
-
-def _forget(job: str, state_dir: Path | None) -> None:
-    """Remove the supervisor's notes too: without arenas they would only mislead the next one."""
-    notes = state_folder(job, state_dir)
-    if notes.is_dir():
-        JobState(notes, job).remove()
 
 
 @contextmanager
@@ -211,27 +210,13 @@ def _open_lock(path: Path) -> int | None:
         return None
 
 
-def living_process(folder: JobFolder) -> str:
-    """Name a living process of the job, "" if there is none.
-
-    Processes are found by their environment: the kernel gives numbers in files out again.
-    """
-    members = _members(folder)
-    return f"process {min(members)}" if members else ""
-
-
-def _members(folder: JobFolder) -> set[int]:
+def members(folder: JobFolder) -> set[int]:
     """Processes of a job, but for its trainer hosts."""
     return {
         pid
         for pid in procfs.own_processes()
         if _belongs(marks := procfs.read_environment(pid), folder) and ROOM not in marks
     }
-
-
-def _is_host(pid: int, folder: JobFolder) -> bool:
-    marks = procfs.read_environment(pid)
-    return _belongs(marks, folder) and ROOM in marks
 
 
 def _belongs(marks: Mapping[str, str], folder: JobFolder) -> bool:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from megatron_ft.config import SETTINGS
 from megatron_ft.core.errors import ConfigError
@@ -21,6 +22,7 @@ from megatron_ft.rpc.local_query import sockets
 if TYPE_CHECKING:
     from megatron_ft.checkpoint.live import LiveSource
     from megatron_ft.checkpoint.source import SnapshotSource
+    from megatron_ft.supervisor.job_state import JobRecord
 
 
 def show_any_text() -> None:
@@ -109,6 +111,26 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     """Declare ``--job`` and ``--state-dir``, for commands that read the notes of one job."""
     add_job_name(parser)
     parser.add_argument("--state-dir", type=Path, help="the --state-dir of the job, if it has one")
+
+
+def change_notes(
+    arguments: argparse.Namespace, change: Callable[[JobRecord], dict[str, Any]]
+) -> bool:
+    """Change the notes of a job that has stopped; False if it runs, or has none.
+
+    The lock tells, not the SMPs: the lease of a supervisor that has ended lasts a while longer.
+    """
+    from megatron_ft.supervisor.job_state import JobHeldError, JobState, read_record, state_folder
+
+    folder = state_folder(arguments.job, arguments.state_dir)
+    if read_record(folder, arguments.job) is None:
+        return False
+    try:
+        with JobState(folder, arguments.job) as state:
+            state.update(**change(state.record))
+    except JobHeldError:
+        return False
+    return True
 
 
 def add_folders(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@
 
 The next iteration boundary is captured, and training stands until a spare has the node's place.
 Without a spare a job with --on-no-spare shrink continues with fewer nodes.
-Afterwards the node is no spare, until `megatron-ft evacuate NODE --undo`.  Run it on any node of
+Afterwards the node is not a spare, until `megatron-ft evacuate NODE --undo`.  Run it on any node of
 the job.
 """
 
@@ -23,7 +23,6 @@ from megatron_ft.cli.status import written
 from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask, sockets
-from megatron_ft.supervisor.job_state import JobHeldError, JobState, read_record, state_folder
 
 EXIT_REFUSED = 1
 EXIT_CODES: Mapping[int, str] = {
@@ -53,8 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Ask an SMP of the job, whose supervisor hears of it, and wait for what becomes of it."""
-    if arguments.undo and _noted(arguments):
+    """Ask an SMP of the job, which passes it to the supervisor, and wait for the outcome."""
+    if arguments.undo and common.change_notes(
+        arguments,
+        lambda record: {"evacuated": tuple(n for n in record.evacuated if n != arguments.node)},
+    ):
         print(f"{arguments.node} may train when the job is run again")
         return 0
     reason = m.IF_UNHEALTHY if arguments.if_unhealthy else m.ON_REQUEST
@@ -85,20 +87,6 @@ def _asked(paths: list[Path], request: m.Evacuate, job: str) -> Path:
             return path
         reasons.append(f"{path.parent.name}: {answer.reason}")
     raise ControlPlaneError("; ".join(reasons) or f"no SMP of job {job!r} runs here")
-
-
-def _noted(arguments: argparse.Namespace) -> bool:
-    """Undo it in the notes of a job that has stopped; False if it runs, or has no notes."""
-    folder = state_folder(arguments.job, arguments.state_dir)
-    if read_record(folder, arguments.job) is None:
-        return False
-    try:
-        with JobState(folder, arguments.job) as state:
-            left = [node for node in state.record.evacuated if node != arguments.node]
-            state.update(evacuated=tuple(left))
-    except JobHeldError:
-        return False
-    return True
 
 
 def _move(path: Path, request: m.Evacuate) -> dict[str, Any]:

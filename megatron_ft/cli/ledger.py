@@ -32,7 +32,7 @@ def events_of(arguments: argparse.Namespace) -> Sequence[RecordedEvent]:
             "one (--state-dir)"
         )
     if foreign:
-        say(f"megatron-ft: {foreign} lines of {path} are no events, and left out")
+        say(f"megatron-ft: {foreign} lines of {path} are not events and are left out")
     return events
 
 

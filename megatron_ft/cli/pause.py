@@ -19,17 +19,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Tell every SMP of the job that can be reached from here."""
+    """Send it to every SMP of the job that can be reached from here."""
     pause = arguments.command == "pause"
-    told, unreached = 0, []
+    reached, unreached = 0, []
     for path in sockets(common.root_of(arguments), arguments.job):
         try:
             ask(path, m.Pause(pause))
-            told += 1
+            reached += 1
         except (ControlPlaneError, UntrustedFileError) as error:
-            unreached.append(f"{path.parent.name} was not told: {error}")
-    if not told:
+            unreached.append(f"{path.parent.name} was not reached: {error}")
+    if not reached:
         reasons = "".join(f"; {reason}" for reason in unreached)
         raise ControlPlaneError(f"no SMP of job {arguments.job!r} runs here{reasons}")
-    print(f"snapshots {'paused' if pause else 'resumed'} on {told} nodes", *unreached, sep="\n")
+    print(f"snapshots {'paused' if pause else 'resumed'} on {reached} nodes", *unreached, sep="\n")
     return 0

@@ -19,8 +19,6 @@ from megatron_ft.core.errors import ConfigError, ControlPlaneError, SnapshotUnav
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask, sockets
 from megatron_ft.supervisor.job_state import (
-    JobHeldError,
-    JobState,
     read_record,
     state_folder,
 )
@@ -41,12 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Ask a running job for it, or leave word for one that has stopped."""
+    """Ask a running job for it, or note it for one that has stopped."""
     root, before = common.root_of(arguments), arguments.before_iteration
     if before < 1:
         raise ConfigError(f"--before-iteration is {before}; give a number >= 1")
     _require_older(root, arguments)
-    if _note(arguments, before):
+    if common.change_notes(
+        arguments, lambda record: {"quarantine": record.quarantine.rewound(before)}
+    ):
         print(f"run the same command again: it resumes from before iteration {before}")
         return 0
     view = collect(root, arguments.job).get(arguments.job)
@@ -86,19 +86,3 @@ def _in_memory(root: Path, arguments: argparse.Namespace) -> list[int]:
         return [s.iteration for s in common.open_memory(arguments).snapshots()]
     except SnapshotUnavailableError:
         return []
-
-
-def _note(arguments: argparse.Namespace, before: int) -> bool:
-    """Leave word for the supervisor that is started next; False if there is one, or no notes.
-
-    The lock tells, not the SMPs: the lease of one that has ended lasts a while longer.
-    """
-    folder = state_folder(arguments.job, arguments.state_dir)
-    if read_record(folder, arguments.job) is None:
-        return False
-    try:
-        with JobState(folder, arguments.job) as state:
-            state.update(quarantine=state.record.quarantine.rewound(before))
-    except JobHeldError:
-        return False
-    return True

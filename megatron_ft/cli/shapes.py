@@ -41,12 +41,12 @@ def read_shapes(
 def parse_shapes(text: str, where: str, nodes: int) -> Shapes:
     """Arguments by number of nodes, None for a number that is forbidden.
 
-    Pure; ConfigError, which begins with ``where``, for what is no such file.
+    Pure; ConfigError, which begins with ``where``, for any other text.
     """
     try:
         found: Any = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{where} is no JSON ({error}); {_ADVICE}") from error
+        raise ConfigError(f"{where} is not JSON ({error}); {_ADVICE}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{where} holds no JSON object; {_ADVICE}")
     return {_number(key, where, nodes): _words(found[key], key, where) for key in found}
@@ -56,7 +56,7 @@ def _number(key: str, where: str, nodes: int) -> int:
     allowed = range(1, nodes)
     if key not in map(str, allowed):
         raise ConfigError(
-            f"{where}: {key!r} is no number of nodes below the {nodes} that the job has; {_ADVICE}"
+            f"{where}: {key!r} is not a number of nodes below the {nodes} of the job; {_ADVICE}"
         )
     return int(key)
 

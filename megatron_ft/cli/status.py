@@ -28,7 +28,7 @@ FRESH_SECONDS = 15.0
 """A supervisor that runs has written its status since; clocks of machines differ somewhat."""
 MOST_NAMES = 8
 SEVERAL = 2
-"""One snapshot that is given up is a hiccup; so many in a row have a cause worth a line."""
+"""One snapshot that is given up is a hiccup; this many in a row have a cause worth a line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

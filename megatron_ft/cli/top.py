@@ -133,7 +133,11 @@ def _table(
     heading = f" {'node':<{_NAME}}{'iteration':>9}{'silent':>7}"
     shown = columns * rows
     first = max(0, min(view.chosen - shown // 2, len(nodes) - shown))
-    cells = [_cell(node, ranks[node], chosen=i == view.chosen) for i, node in enumerate(nodes)]
+    cells = []
+    for number, node in enumerate(nodes):
+        mark, found = ">" if number == view.chosen else " ", ranks[node]
+        text = f"{node[-_NAME:]:<{_NAME}}{found['iteration']:>9}{found['silent']:>6.1f}s"
+        cells.append(f"{mark}{text}".ljust(_CELL))
     visible = cells[first : first + shown]
     used = -(-len(visible) // rows)
     lines = [heading.ljust(_CELL) * used]
@@ -141,12 +145,6 @@ def _table(
     if not nodes:
         return ["no rank has reported yet"]
     return lines
-
-
-def _cell(node: str, ranks: Mapping[str, Any], *, chosen: bool) -> str:
-    mark = ">" if chosen else " "
-    text = f"{node[-_NAME:]:<{_NAME}}{ranks['iteration']:>9}{ranks['silent']:>6.1f}s"
-    return f"{mark}{text}".ljust(_CELL)
 
 
 def _node(job: Mapping[str, Any], node: str) -> list[str]:

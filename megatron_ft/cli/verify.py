@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    found = _found(arguments)
+    if arguments.directory is not None:
+        found = check(open_checkpoint(arguments.directory))
+    else:
+        found = check(common.open_memory(arguments))
     print(json.dumps(found, indent=1) if arguments.json else render(found))
     if not any(not entry["problem"] for entry in found["snapshots"]):
         return 4
@@ -48,22 +51,17 @@ def main(arguments: argparse.Namespace) -> int:
     return 3 if damaged else 0
 
 
-def _found(arguments: argparse.Namespace) -> dict[str, Any]:
-    if arguments.directory is not None:
-        return check(open_checkpoint(arguments.directory))
-    return check(common.open_memory(arguments))
-
-
 def check(source: SnapshotSource) -> dict[str, Any]:
-    """Each snapshot of the source with what is wrong with it, and what is wrong beside them.
+    """Each snapshot of the source with what is wrong with it, and what else is wrong.
 
-    A job that runs gives snapshots up for newer ones.  One that is not listed any more is no
-    damage, nor is a problem that only one look has shown, between two headers.
+    A job that runs gives snapshots up for newer ones.  One that is not listed any more is not
+    damaged.  A problem counts if two looks have shown it: one may fall between two headers.
     """
     infos, problems = source.snapshots(), set(source.problems)
     entries = [_checked(source, info) for info in infos]
     for _ in range(MOST_LOOKS):
-        gone = _no_longer_listed(source, entries)
+        there = {str(info.snapshot) for info in source.snapshots()}
+        gone = {e["snapshot"] for e in entries if e["problem"] and e["snapshot"] not in there}
         problems &= set(source.problems)
         entries = [entry for entry in entries if entry["snapshot"] not in gone]
         if not gone and not problems:
@@ -86,12 +84,6 @@ def _checked(source: SnapshotSource, info: SnapshotInfo) -> dict[str, Any]:
             return entry | {"shards": len(shards), "bytes": used, "problem": ""}
     except SnapshotUnavailableError as error:
         return entry | {"shards": 0, "bytes": 0, "problem": str(error)}
-
-
-def _no_longer_listed(source: SnapshotSource, entries: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Snapshots with a problem that the source has given up since they were listed."""
-    there = {str(info.snapshot) for info in source.snapshots()}
-    return {e["snapshot"] for e in entries if e["problem"] and e["snapshot"] not in there}
 
 
 def render(found: dict[str, Any]) -> str:

@@ -205,7 +205,6 @@ def bandwidth(help_text: str, **more: Any) -> Any:
 
 
 def folder(help_text: str, **more: Any) -> Any:
-    """A folder that need not be given."""
     return setting(FOLDER, None, help_text, **more)
 
 

@@ -161,8 +161,8 @@ class SnapshotConfig:
     )
     compare_replicas: int = whole(
         0,
-        "Every so many snapshots, tensors that ranks must have alike are compared by digests; one "
-        "in which they differ is not committed. 0: never.",
+        "Tensors that ranks must have alike are compared by digests in one of this many snapshots; "
+        "one in which they differ is not committed. 0: never.",
         0,
         "snapshots",
     )
@@ -207,7 +207,7 @@ class SnapshotConfig:
     host_seconds: float = seconds(
         0.0,
         "Time until a host is there in place of a lost one, as on_no_spare auto expects it; what "
-        "the job measures counts beside it. 0: 1800.",
+        "the job measures counts too. 0: 1800.",
         never=True,
     )
     queue_seconds: float = seconds(
@@ -313,7 +313,7 @@ def settings_by_group() -> Mapping[str, list[Setting]]:
 
 @dataclass(frozen=True)
 class Source:
-    """The settings that one place gives, by name; ``label`` tells people where each stands.
+    """The settings that one place gives, by name; ``label`` says where each is given.
 
     None and empty text count as not given.
     """
@@ -359,7 +359,7 @@ def resolve(*sources: Source) -> SnapshotConfig:
 def differences(ours: Source, theirs: Source) -> dict[str, str]:
     """Settings to which two sources give different values, each with a line that says so.
 
-    Only None counts as not given here: empty text is the word for "none".  Raises ConfigError
+    Only None counts as not given here: empty text means "none".  Raises ConfigError
     for a value that does not convert.
     """
     lines = {}

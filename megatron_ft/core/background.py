@@ -1,4 +1,4 @@
-"""Background work beside training: its priority, and a cap on its bandwidth.
+"""Background work during training: its priority, and a cap on its bandwidth.
 
 SMPs, encoders and drains run on the nodes that train; nothing here makes training wait.
 """

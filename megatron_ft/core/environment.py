@@ -48,7 +48,7 @@ SOCKET_NAME = "smp.sock"
 READY_NAME = "smp.json"
 HOST_SOCKET_NAME = "host.sock"
 IMPORTS_NAME = "imports.json"
-"""File beside the sockets: the modules that the node's first trainer has imported."""
+"""File next to the sockets: the modules that the node's first trainer has imported."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import ClassVar
 import msgspec
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Errors of decoding damaged bytes, which may be no UTF-8 or nested deeper than the stack."""
+"""Errors of decoding damaged bytes, which may not be UTF-8, or may nest deeper than the stack."""
 
 
 def explain(error: BaseException) -> str:

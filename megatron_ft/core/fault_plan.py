@@ -110,7 +110,6 @@ class ArmedPlan:
 
 
 def arm(folder: str) -> Callable[[str], None]:
-    """The function that fault_points.reach calls in this process from now on."""
     return ArmedPlan(Path(folder))
 
 

@@ -1,6 +1,6 @@
 """Frameworks that the project hooks into: releases that work, names it needs, and wrapping them.
 
-Releases move and rename things without a word; parameter *names* are what callers rely on.
+Releases move and rename things without notice; parameter *names* are what callers rely on.
 Nothing here imports a framework that is not imported already, but ``owner_at``.
 """
 

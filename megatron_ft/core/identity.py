@@ -163,9 +163,9 @@ class RankRule(msgspec.Struct, frozen=True, array_like=True):
     micro_batches: Count
 
     def against(self, ranks: int) -> str:
-        """The reason why the command does not work with so many ranks; empty if it does."""
+        """The reason why the command does not work with this many ranks; empty if it does."""
         if ranks < 1 or ranks % self.multiple or ranks < self.replica:
-            return f"{ranks} ranks are no multiple of {self.multiple}, the model-parallel size"
+            return f"{ranks} ranks are not a multiple of {self.multiple}, the model-parallel size"
         copies = ranks // self.replica
         if self.micro_batches % copies:
             return (

@@ -69,8 +69,8 @@ def register_class(
         usual = _usual_way(cls) if to_plain is from_plain else None
         if usual is None:
             raise ConfigError(
-                f"{name_of(cls)} cannot be registered without to_plain and from_plain: it is no "
-                "enumeration, dataclass or named tuple"
+                f"{name_of(cls)} cannot be registered without to_plain and from_plain: it is not "
+                "an enumeration, dataclass or named tuple"
             )
         to_plain, from_plain = usual
     known = KnownClass(name or name_of(cls), to_plain, from_plain)
@@ -224,7 +224,7 @@ def _torch_dtype(name: Any) -> Any:
 
     found = vars(torch).get(_as(str, name))
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no type of torch")
+        raise ValueError(f"{name!r} is not a type of torch")
     return found
 
 
@@ -265,7 +265,7 @@ def _tensor(parameter: bool, plain: Any) -> Any:
 def _check_length(shape: Any, item_bytes: int, data: Any) -> None:
     """ValueError unless ``data`` are the bytes of an array of that shape."""
     if not all(type(length) is int and length >= 0 for length in _as(tuple, shape)):
-        raise ValueError(f"{shape!r} is no shape")
+        raise ValueError(f"{shape!r} is not a shape")
     if math.prod(shape) * item_bytes != len(_as(bytes, data)):
         raise ValueError(f"{len(data)} bytes for a shape of {shape}, {item_bytes} bytes each")
 

@@ -68,7 +68,7 @@ def encode(value: Any, stand_in: StandIn | None = None) -> bytes:
     """The bytes of ``value``: containers, numbers, arrays, tensors, registered classes.
 
     Dicts keep their order, and what is in it twice stays one object.  ``stand_in`` is asked for
-    every object that is no plain number or text: a Part is written instead of it, and the caller
+    every object that is not a plain number or text: a Part is written instead of it, and the caller
     of ``decode`` says what replaces it.  What ``stand_in`` raises comes through.
 
     UnencodableError names the place of what cannot be written, its type, and what to do.
@@ -135,7 +135,7 @@ class _Encoder:
             try:
                 value.encode()
             except UnicodeEncodeError as error:
-                raise self._error(value, "is no Unicode text: keep it as bytes") from error
+                raise self._error(value, "is not Unicode text: keep it as bytes") from error
         return value
 
     def _tagged(self, value: Any, kind: type) -> list[Any]:

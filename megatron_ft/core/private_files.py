@@ -46,7 +46,7 @@ def reason_against(
     """
     mode = stat.S_IMODE(info.st_mode)
     if not kind(info.st_mode):
-        return f"is no {_KINDS[kind]}: remove it"
+        return f"is not a {_KINDS[kind]}: remove it"
     if info.st_uid != os.geteuid():
         return (
             f"belongs to user {info.st_uid}, not to {os.geteuid()}: it is not trusted; remove it, "
@@ -93,7 +93,7 @@ def reason_against_parent(info: os.stat_result) -> str:
     """
     if not stat.S_ISDIR(info.st_mode) or info.st_uid not in (os.geteuid(), 0):
         return (
-            f"belongs to user {info.st_uid} or is no folder: run the command as its owner, or "
+            f"belongs to user {info.st_uid} or is not a folder: run the command as its owner, or "
             "choose another directory"
         )
     if info.st_mode & OTHERS_WRITE and not info.st_mode & stat.S_ISVTX:
@@ -102,11 +102,6 @@ def reason_against_parent(info: os.stat_result) -> str:
             "`chmod go-w` it, or choose another directory"
         )
     return ""
-
-
-def check_parent(folder: Path) -> None:
-    """UntrustedFileError if somebody else could exchange what is in this folder."""
-    _refuse(folder, reason_against_parent(folder.lstat()))
 
 
 def _open(path: Path, flags: int, parent: int | None) -> int:
@@ -129,8 +124,8 @@ _REFUSALS = {
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM), "may not be opened by this user, so it is foreign: remove it"
     ),
-    **dict.fromkeys((errno.ELOOP, errno.ENOTDIR), "is a symbolic link or no folder: remove it"),
-    **dict.fromkeys((errno.ENXIO, errno.ENODEV, errno.EISDIR), "is no plain file: remove it"),
+    **dict.fromkeys((errno.ELOOP, errno.ENOTDIR), "is a symbolic link or not a folder: remove it"),
+    **dict.fromkeys((errno.ENXIO, errno.ENODEV, errno.EISDIR), "is not a plain file: remove it"),
 }
 
 
@@ -186,7 +181,7 @@ def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
 def rewrite_file(path: Path, content: bytes) -> None:
     """Like ``replace_file``, but without new space after the first time, for a full tmpfs.
 
-    Beside it lies a spare of the same length, which is written in place and takes its name.  The
+    A spare of the same length next to it is written in place and takes its name.  The
     space that becomes free then is that of the next spare.  Line feeds fill the length up.
     """
     spare = spare_of(path)
@@ -240,13 +235,21 @@ def make_folder(folder: Path, forbidden: int = OTHERS, *, close: bool = False) -
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except FileExistsError:
-        raise UntrustedFileError(f"{folder} is no folder: remove it") from None
+        raise UntrustedFileError(f"{folder} is not a folder: remove it") from None
     descriptor = open_folder(folder, 0 if close else forbidden)
     try:
         if close:
             os.fchmod(descriptor, 0o700)
     finally:
         os.close(descriptor)
+
+
+def make_node_folder(node_dir: Path) -> None:
+    """Have the folder of a node, and those of all jobs and of this job above it."""
+    for folder in (node_dir.parent.parent, node_dir.parent):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _refuse(folder, reason_against_parent(folder.lstat()))
+    make_folder(node_dir)
 
 
 def check_way(path: Path) -> None:

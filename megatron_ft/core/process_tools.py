@@ -1,4 +1,4 @@
-"""Tools of those who start processes: free ports, the ends of logs, work beside the event loop."""
+"""Tools for starting processes: free ports, the ends of logs, work outside of the event loop."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def log_size(path: Path) -> int:
 
 
 def last_word(path: Path, since: int = 0) -> str:
-    """The last line that the process itself wrote, as far as anybody can tell.
+    """The last line that the process itself probably wrote.
 
     With ``since`` only what follows that byte counts: earlier processes wrote the rest.
     """
@@ -120,11 +120,11 @@ async def in_thread(work: Callable[[], Result], seconds: float) -> Result:
 def carried(text: str) -> str:
     """An argument, path or variable for another machine: its bytes, one letter each.
 
-    Both machines may decode in other ways, and bytes that are no text at all may be in it.
+    Both machines may decode in other ways, and it may contain bytes that are not text.
     """
     return os.fsencode(text).decode("latin-1")
 
 
 def received(text: str) -> str:
-    """The words that ``carried`` was given, as this machine decodes them."""
+    """The text that ``carried`` was given, as this machine decodes them."""
     return os.fsdecode(text.encode("latin-1"))

@@ -27,7 +27,6 @@ class Tail:
         self._stream, self._left = stream, FIRST_BYTES
 
     def read(self) -> None:
-        """Read until the end of the stream."""
         while piece := os.read(self._stream.fileno(), 1 << 16):
             os.write(1, piece[: self._left])
             self.end = (self.end + piece[self._left :])[-LAST_BYTES:]

@@ -1,7 +1,7 @@
 """Training commands that start a container, and the environment that has to go into it.
 
 Most of them hand their environment on (apptainer, enroot, pyxis, bwrap).  The clients of a
-container engine do not, and what they start is no child of theirs: it would outlive them.
+container engine do not, and what they start is not a child of theirs: it would outlive them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
 def python_of(command: Sequence[str]) -> list[str] | None:
     """The training command up to and with its Python: what wraps a trainer.  Pure.
 
-    None if no word of it is a Python.
+    None if it names no Python.
     """
     for index, word in enumerate(command):
         if _PYTHON.fullmatch(Path(word).name):
@@ -37,7 +37,7 @@ def pass_environment(
 
     Names only, so that no value is seen in a list of processes: those of ``environment`` that
     this process does not have itself, and of what a launcher adds.  The mark is empty where the
-    command is no engine's client.  Else it is to be the value of TREE in the environment of the
+    command is not an engine's client.  Else it is to be the value of TREE in the environment of the
     command, which keeps it from the client: its helpers have to clean up when all is over.
     """
     words = list(command)

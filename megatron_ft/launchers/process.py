@@ -124,8 +124,9 @@ class LocalProcess:
         """SIGKILL to it, to its session or process group where it leads one, and to its tree."""
         if self._tree:
             procfs.close_all(procfs.signal_matching(self._in_tree))
-        if self._number_is_taken():
-            return
+        stat = procfs.read_stat(self._pid)
+        if stat is not None and stat.start_time != self.start_time:
+            return  # its number is another process's
         self._send(signal.SIGKILL)
         if self._stat.session == self._pid:
             procfs.close_all(procfs.signal_matching(self._in_session))
@@ -170,10 +171,6 @@ class LocalProcess:
         running = stat is not None and not stat.ended
         return running and procfs.read_environment(pid).get(TREE) == self._tree
 
-    def _number_is_taken(self) -> bool:
-        stat = procfs.read_stat(self._pid)
-        return stat is not None and stat.start_time != self.start_time
-
 
 def open_session(
     node: str,
@@ -189,7 +186,9 @@ def open_session(
     what it takes just now: room for a log, descriptors, processes.
     """
     try:
-        log = _opened_log(log_path)
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        log = os.open(log_path, flags, 0o600)
         try:
             return _popen(argv, env, log, stdin)
         finally:
@@ -204,12 +203,6 @@ def open_session(
             f"cannot start {argv[0]!r} on node {node!r} just now, output to {log_path}: "
             f"{error.strerror}"
         ) from error
-
-
-def _opened_log(path: Path) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.open(path, flags, 0o600)
 
 
 def _popen(
@@ -227,18 +220,13 @@ def _popen(
 async def _end_of(pidfd: int) -> None:
     """Await the end of a process, then close ``pidfd``; a loop has one reader per descriptor."""
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(pidfd, _finish, done)
+    done = asyncio.Event()
+    loop.add_reader(pidfd, done.set)
     try:
-        await done
+        await done.wait()
     finally:
         loop.remove_reader(pidfd)
         os.close(pidfd)
-
-
-def _finish(done: asyncio.Future[None]) -> None:
-    if not done.done():
-        done.set_result(None)
 
 
 def _filled_pipe(content: bytes | None) -> int:

@@ -49,7 +49,7 @@ NO_FILE = 2
 """Python's own exit code where it cannot open its script."""
 
 IMPORTS = "imports.json"
-"""File beside the socket: modules that a trainer of this node had imported once it trained."""
+"""File next to the socket: modules that a trainer of this node had imported once it trained."""
 LOOK_SECONDS = 1.0
 
 REQUEST_SECONDS = 5.0
@@ -480,9 +480,6 @@ def run_script(path: str) -> None:
         print(f"{sys.executable}: can't open file {name!r}: {error}", file=sys.stderr)
         sys.exit(NO_FILE)
     exec(compile(source, name, "exec", dont_inherit=True), vars(main_module))
-
-
-# , vars(main_module))
 
 
 if __name__ == "__main__":

@@ -130,7 +130,6 @@ class VirtualCluster(Launcher):
         return world
 
     def processes_of(self, node: str) -> list[int]:
-        """Numbers of the running processes of a node."""
         self.node_dir(node)
         return [pid for pid in procfs.own_processes() if self._is_of(pid, node)]
 
@@ -159,7 +158,12 @@ class VirtualCluster(Launcher):
 
     def destroy(self) -> None:
         """End every process of the job, worlds included, and remove all its folders."""
-        procfs.kill_matching(self._is_of_job, f"job {self.job}")
+
+        def belongs(pid: int) -> bool:
+            env = procfs.read_environment(pid)
+            return env.get(JOB) == self.job and (NODE in env or WORLD in env)
+
+        procfs.kill_matching(belongs, f"job {self.job}")
         shutil.rmtree(self.job_dir, ignore_errors=True)
 
     def clean(self) -> None:
@@ -176,10 +180,6 @@ class VirtualCluster(Launcher):
         if mine and worlds is not None:
             worlds.add(env.get(WORLD, ""))
         return mine
-
-    def _is_of_job(self, pid: int) -> bool:
-        env = procfs.read_environment(pid)
-        return env.get(JOB) == self.job and (NODE in env or WORLD in env)
 
     def _kill_worlds_starting_on(self, node: str, worlds_hit: set[str]) -> list[int]:
         """End worlds of which no rank was found on the node: theirs was still to come."""

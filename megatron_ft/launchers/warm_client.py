@@ -134,7 +134,6 @@ def wait_for(connection: socket.socket, pid: int) -> int:
 
 
 def forward(pidfd: int, number: int) -> None:
-    """Send the child a signal that was meant for it."""
     try:
         signal.pidfd_send_signal(pidfd, number)
     except ProcessLookupError:

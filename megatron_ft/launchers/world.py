@@ -71,7 +71,6 @@ class WorldProcess(LocalProcess):
     def __init__(
         self, child: subprocess.Popen[bytes], job: str, world: str, scratch: Path, spread: Spread
     ) -> None:
-        """Take over the MPI launcher ``child`` of the world named ``world``."""
         super().__init__("", child.pid, child)
         self.job, self.world, self.scratch, self._spread = job, world, scratch, spread
 

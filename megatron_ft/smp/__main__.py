@@ -75,7 +75,7 @@ def main() -> int:
         environment = ProcessEnvironment.from_env()
         ready = arguments.ready or environment.node_dir / READY_NAME
         folder = NodeFolder(environment.node_dir, credentials.job)
-        folder.take()
+        folder.acquire()
 
         def announce(endpoint: str) -> None:
             write_pid(environment.node_dir)
@@ -162,8 +162,9 @@ class FolderKeeper:
         in_place = self._folder.in_place()
         if not in_place:
             log.error("%s was removed: it is made again", self._folder.directory)
-            self._folder.take(send_away=False)
-            self._service.write_files()
+            self._folder.acquire(send_away=False)
+            self._service.state.save(self._folder.directory)
+            self._service.writers.save()
             write_pid(self._folder.directory)
         if not in_place or not self._local.in_place():
             log.error("the socket in %s was removed: it is made again", self._folder.directory)
@@ -179,7 +180,7 @@ def _if_full(error: BaseException) -> str:
         folder = folder.parent
     space = os.statvfs(folder)
     return (
-        f"{folder} is full: beside its arenas a node needs {format_bytes(NOTES_BYTES)} for its "
+        f"{folder} is full: a node needs, besides its arenas, {format_bytes(NOTES_BYTES)} for its "
         f"notes there, and {format_bytes(space.f_bavail * space.f_frsize)} of "
         f"{format_bytes(space.f_blocks * space.f_frsize)} are free, with {space.f_favail} files; "
         "free some, enlarge the file system, or give another --arena-dir"

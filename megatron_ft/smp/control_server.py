@@ -41,7 +41,7 @@ class ControlServer:
         await self._server.serve(self._handle)
 
     async def _handle(self, peer: Peer, request: Any) -> m.Message | None:
-        """Answer a heartbeat at once, so that a request that takes long is no silence."""
+        """Answer a heartbeat at once, even while a request takes long."""
         if isinstance(request, m.Lease):
             return await self._lease(peer[0], request)
         self._service.later(self._answer(peer, request))
@@ -92,12 +92,6 @@ class ControlServer:
         tightest = min(readings, key=lambda reading: reading.available_bytes)
         return m.Room(tightest.available_bytes, tightest.limit, procfs.machine())
 
-    async def _set_aside(self, request: m.SetAside) -> None:
-        await self._service.set_aside(request.spared)
-
-    async def _tell_renewed(self, request: m.TellRenewed) -> None:
-        await self._service.tell_renewed()
-
     async def _grant_stay(self, request: m.Grant) -> m.Message:
         """Permit a snapshot whose boundary trainers must not leave; refused if one has passed it.
 
@@ -145,12 +139,8 @@ class ControlServer:
         self._service.restore = request
         self._service.restore_known.set()
 
-    async def _reenter(self, request: m.ReenterRanks) -> None:
-        await self._service.survivors.reenter(request)
-
     async def _stacks(self, request: m.StacksRequest) -> m.Message:
-        stacks = await self._service.heartbeats.stacks()
-        return m.Stacks(stacks)
+        return m.Stacks(await self._service.heartbeats.stacks())
 
     async def _read_imports(self, request: m.ImportsRequest) -> m.Message:
         try:
@@ -256,11 +246,11 @@ _REQUESTS: dict[type[m.Message], Callable[[ControlServer, Any], Any]] = {
     m.MakeSources: ControlServer._make_sources,
     m.CheckRoom: ControlServer._check_room,
     m.RoomRequest: ControlServer._read_room,
-    m.SetAside: ControlServer._set_aside,
-    m.TellRenewed: ControlServer._tell_renewed,
+    m.SetAside: lambda server, request: server._service.set_aside(request.spared),
+    m.TellRenewed: lambda server, _: server._service.tell_renewed(),
     m.ArenasReady: ControlServer._arenas_ready,
     m.RestoreReady: ControlServer._restore_ready,
-    m.ReenterRanks: ControlServer._reenter,
+    m.ReenterRanks: lambda server, request: server._service.survivors.reenter(request),
     m.StacksRequest: ControlServer._stacks,
     m.ImportsRequest: ControlServer._read_imports,
     m.Imports: ControlServer._note_imports,

@@ -22,7 +22,7 @@ Send = Callable[[Peer, m.Message], Awaitable[Any]]
 MOST_WAITED = 10
 """Heartbeats after which an event waits no longer, should the others never come."""
 
-MOST_UNHEARD = 3
+MOST_UNACKED = 3
 """Heartbeats after which an event that should have arrived is sent once more.
 
 The first may have left before it: with the usual heartbeats of 0.5 s this is 1.0 s at least.
@@ -51,14 +51,14 @@ class EventBatch:
             return []  # Sealed and OrderDone come after them
         if isinstance(body, m.Sealed) and self._waits(body.record, shards):
             return []
-        return self.take()
+        return self.flush()
 
     def on_heartbeat(self) -> list[Any]:
         """Count a heartbeat; returns the events that have waited too long."""
         self._beats += 1 if self.waiting else 0
-        return self.take() if self._beats >= MOST_WAITED else []
+        return self.flush() if self._beats >= MOST_WAITED else []
 
-    def take(self) -> list[Any]:
+    def flush(self) -> list[Any]:
         taken, self.waiting, self._beats = self.waiting, [], 0
         return taken
 
@@ -76,39 +76,38 @@ class Outbox:
     """Numbers events, and keeps each until a heartbeat says that it has arrived.  Pure.
 
     A connection that is made anew loses the messages under way.  So every event is kept in
-    ``unheard`` until a heartbeat names it, and sent again if none does in time.  Numbers count
+    ``unacked`` until a heartbeat names it, and sent again if none does in time.  Numbers count
     from 1 in each ``stream``, which no other outbox of the node has.
     """
 
     def __init__(self, stream: int = 0) -> None:
         self.stream = stream
-        self.unheard: list[Any] = []
+        self.unacked: list[Any] = []
         self._last = 0
         self._beats = 0
 
     def event(self, node: str, incarnation: int, bodies: list[Any]) -> m.NodeEvent:
-        """One message with these, numbered behind all earlier events."""
-        self._beats = self._beats if self.unheard else 0
+        self._beats = self._beats if self.unacked else 0
         first, self._last = self._last + 1, self._last + len(bodies)
-        self.unheard = [*self.unheard, *bodies]
+        self.unacked = [*self.unacked, *bodies]
         return self._message(node, incarnation, bodies, first)
 
     def again(self, node: str, incarnation: int) -> m.NodeEvent:
         """One message with all that may have been lost."""
         self._beats = 0
-        first = self._last - len(self.unheard) + 1
-        return self._message(node, incarnation, self.unheard, first)
+        first = self._last - len(self.unacked) + 1
+        return self._message(node, incarnation, self.unacked, first)
 
     def arrived(self, stream: int, number: int) -> None:
         """Drop the events up to this number of a stream: the coordinator has them."""
         left = max(self._last - number, 0)
-        if stream == self.stream and left < len(self.unheard):
-            self.unheard, self._beats = self.unheard[len(self.unheard) - left :], 0
+        if stream == self.stream and left < len(self.unacked):
+            self.unacked, self._beats = self.unacked[len(self.unacked) - left :], 0
 
     def overdue(self) -> bool:
         """Count a heartbeat; True if something has been under way for too long."""
-        self._beats += 1 if self.unheard else 0
-        return self._beats >= MOST_UNHEARD
+        self._beats += 1 if self.unacked else 0
+        return self._beats >= MOST_UNACKED
 
     def _message(self, node: str, incarnation: int, bodies: list[Any], first: int) -> m.NodeEvent:
         body = bodies[0] if len(bodies) == 1 else m.NodeReport(tuple(bodies))
@@ -142,8 +141,8 @@ def reported(event: m.NodeEvent) -> list[m.NodeEvent]:
     body = event.body
     bodies = body.bodies if isinstance(body, m.NodeReport) else (body,)
     numbers = range(event.first, event.first + len(bodies))
-    told = zip(bodies, numbers, strict=True)
-    return [m.NodeEvent(event.node, event.incarnation, b, event.stream, n) for b, n in told]
+    numbered = zip(bodies, numbers, strict=True)
+    return [m.NodeEvent(event.node, event.incarnation, b, event.stream, n) for b, n in numbered]
 
 
 class EventSender:

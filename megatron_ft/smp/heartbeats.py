@@ -69,7 +69,13 @@ class NodeHeartbeats:
 
     async def stacks(self) -> dict[str, str]:
         """Shard id to the stacks of its threads; empty text where none came."""
-        asked = {w.who: w for w in self._trainers() if self._dumps(w)}
+        asked = {}
+        for writer in self._trainers():
+            pulse = self._read(writer)
+            # Unless the trainer catches the signal (proc(5), SigCgt), it would end it.
+            caught = int(procfs.read_status(writer.pid).get("SigCgt", "0"), 16)
+            if pulse is not None and pulse.dumps and caught >> (DUMP_SIGNAL - 1) & 1:
+                asked[writer.who] = writer
         for writer in asked.values():
             with suppress(OSError, UntrustedFileError):
                 os.close(self._open(writer, os.O_WRONLY | os.O_TRUNC))
@@ -126,11 +132,6 @@ class NodeHeartbeats:
         count = oom_kills(known[0]) if known is not None else None
         return -1 if known is None or count is None or known[1] is None else count - known[1]
 
-    def _dumps(self, writer: WriterProcess) -> bool:
-        """True if the trainer catches the signal, which would end it otherwise."""
-        pulse = self._read(writer)
-        return pulse is not None and pulse.dumps and _catches(writer.pid, DUMP_SIGNAL)
-
     def _open(self, writer: WriterProcess, flags: int) -> int:
         return private_files.open_file(stacks_path(self._folder, writer.pid), flags)
 
@@ -162,8 +163,3 @@ def _runs(pid: int) -> bool:
     """True if the process does not end: what was read of it just now was its own."""
     stat = procfs.read_stat(pid)
     return stat is not None and stat.has_program
-
-
-def _catches(pid: int, number: int) -> bool:
-    """True if the process has a handler for a signal (proc(5), SigCgt)."""
-    return bool(int(procfs.read_status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)

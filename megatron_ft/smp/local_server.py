@@ -37,7 +37,7 @@ PASSED_ON = (
 
 
 class LocalServer:
-    """Serves one SmpService on the Unix socket beside its arenas."""
+    """Serves one SmpService on the Unix socket next to its arenas."""
 
     def __init__(self, service: SmpService, server: Server, status_file: str = "") -> None:
         self._service, self._server, self._status_file = service, server, status_file
@@ -150,7 +150,7 @@ class LocalServer:
         slots = machine.shards.get(shard_id)
         slot = None if slots is None else slots.find(ready.snapshot)
         if slots is None or slot is None:
-            # An empty welcome would start this rank from nothing beside restored ones.
+            # An empty welcome would start this rank from nothing, and others from a snapshot.
             raise LayoutMismatchError(
                 f"the job restores snapshot {ready.snapshot}, in which node {machine.node} has no "
                 f"shard {shard_id} (it has {', '.join(machine.shards) or 'none'}): start with the "

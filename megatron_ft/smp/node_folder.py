@@ -1,4 +1,4 @@
-"""The folder of a node: its lock, which one SMP holds, and the few facts stored beside arenas.
+"""The folder of a node: its lock, which one SMP holds, and the few facts stored next to arenas.
 
 An SMP that starts ends an older one of the same job.  A supervisor that is killed just after it
 has started an SMP has not recorded it, and the next supervisor starts another.  The newer SMP is
@@ -47,14 +47,6 @@ class Owner(msgspec.Struct, frozen=True):
     job: str
     pid: int
     start_time: int
-
-
-def make_node_dir(node_dir: Path) -> None:
-    """Have the node's folder, and those of all jobs and of this job."""
-    for folder in (node_dir.parent.parent, node_dir.parent):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        private_files.check_parent(folder)
-    private_files.make_folder(node_dir)
 
 
 def remove_node_dir(node_dir: Path) -> None:
@@ -160,10 +152,10 @@ class NodeFolder:
         self.directory, self._job = directory, job
         self._lock: BinaryIO | None = None
 
-    def take(self, *, send_away: bool = True) -> None:
+    def acquire(self, *, send_away: bool = True) -> None:
         """Make the folder and hold its lock; errors as of ``lock_folder``."""
         directory = self.directory
-        make_node_dir(directory)
+        private_files.make_node_folder(directory)
         number = os.environ.get("SLURM_JOB_ID")
         if number is not None:
             private_files.rewrite_file(directory / SLURM_JOB, number.encode())

@@ -1,7 +1,7 @@
 """Processes that write into a node's arenas or read them, watched through pidfds.
 
 A pidfd names one process for ever: unlike a pid it cannot be reused, and it becomes
-readable exactly when the process has died.  The list of writers is kept in a file beside the
+readable exactly when the process has died.  The list of writers is kept in a file next to the
 arenas, so that a restarted SMP knows which processes it has to kill.  Readers are never killed,
 and an SMP that is restarted has forgotten them; they see it by the header of their slot.
 """
@@ -179,12 +179,7 @@ class Writers:
         hanging = self.hanging()
         return [writer for writer in self._pidfds if writer not in hanging]
 
-    def release(self, writer: WriterProcess) -> None:
-        """End the watch of a running process that provably writes no more in this role."""
-        self._end(writer)
-
     def gone(self, writer: WriterProcess) -> asyncio.Event:
-        """The event of a writer's death or release."""
         return self._gone[writer]
 
     def signal(self, writer: WriterProcess, number: int) -> None:
@@ -197,9 +192,10 @@ class Writers:
         pidfd = open_started(writer.pid, writer.start_time)
         self._pidfds[writer] = pidfd
         self._gone[writer] = asyncio.Event()
-        asyncio.get_running_loop().add_reader(pidfd, self._end, writer)
+        asyncio.get_running_loop().add_reader(pidfd, self.release, writer)
 
-    def _end(self, writer: WriterProcess) -> None:
+    def release(self, writer: WriterProcess) -> None:
+        """End the watch of a process that has ended, or provably writes no more in this role."""
         gone = self._forget(writer)
         try:
             self.save()

@@ -1,6 +1,6 @@
 """One SMP at work: it adopts a node's arenas, carries decisions out, and keeps the lease.
 
-The SMP belongs to no trainer's process tree, is no MPI process and has no CUDA context, so that
+The SMP belongs to no trainer's process tree, is not an MPI process and has no CUDA context, so that
 it and its arenas outlive whatever kills those.  It imports no torch.
 """
 
@@ -102,11 +102,11 @@ class SmpService:
             self.state = NodeState.load(self.environment.node_dir)
             gone = self.writers.adopt()
         except (ControlPlaneError, UntrustedFileError) as error:
-            self.store.distrust_all(str(error))
+            self.store.quarantine_all(str(error))
             for name in (STATE_NAME, WRITERS_NAME):
                 files.remove(self.environment.node_dir / name)
         self.machine.highest_incarnation = self.state.highest_incarnation
-        self.store.put_right()
+        self.store.sanitize_files()
         self.store.adopt(self.machine)
         for writer in self.writers.all():
             self.enter(writer)
@@ -119,11 +119,6 @@ class SmpService:
         if self.store.arenas:
             log.info("adopted %d arenas: %s", len(self.store.arenas), ", ".join(self.store.arenas))
 
-    def write_files(self) -> None:
-        """Write what this SMP knows into a folder that was made again."""
-        self.state.save(self.environment.node_dir)
-        self.writers.save()
-
     def change_state(self, **changes: Any) -> None:
         """Store a state beyond the life of this process, before anything relies on it."""
         state = msgspec.structs.replace(self.state, **changes)
@@ -133,7 +128,7 @@ class SmpService:
     async def keep_only(self, decision: m.Adopt) -> None:
         """Free the arenas that a recovery does not keep; the memory is there when this returns.
 
-        Beside the event loop: small pages take some 0.2 s a GiB, and heartbeats continue.
+        Outside of the event loop: small pages take some 0.2 s a GiB, and heartbeats continue.
         """
         await self.carry_out()  # Nothing is left to be stored in an arena that goes.
         await self.stop_making()
@@ -151,7 +146,7 @@ class SmpService:
     def make_memory(self) -> None:
         """Allocate slots that have no memory, once this node's trainers train.
 
-        Nothing that a restart waits for is beside it then.
+        No restart waits for anything then.
         """
         short = [arena for arena in self.store.arenas.values() if arena.holes]
         begun = any(done >= 0 for done in self.store.progress().values())
@@ -164,7 +159,9 @@ class SmpService:
         """One arena after the other; what fails is tried again with the next heartbeat."""
         try:
             for arena in arenas:
-                await asyncio.to_thread(arena.complete, self._may_make)
+                await asyncio.to_thread(
+                    arena.complete, lambda: not (self._halted or self.retired.is_set())
+                )
             self.shortage = ""
         except ArenaError as error:
             self.shortage = str(error)
@@ -174,11 +171,7 @@ class SmpService:
         self.store.note_memory(self.machine)
         self._making = None
 
-    def _may_make(self) -> bool:
-        return not (self._halted or self.retired.is_set())
-
     async def stop_making(self) -> None:
-        """Make no more memory: arenas are about to go."""
         self._halted = True
         if self._making is not None:
             await self._making
@@ -196,7 +189,6 @@ class SmpService:
         await asyncio.to_thread(free, gone, ())
 
     async def tell_renewed(self) -> None:
-        """Tell each trainer the path of its arena."""
         for writer in self.writers.all():
             path = self.machine.paths.get(writer.who)
             if writer.role == "trainer" and path is not None:
@@ -246,7 +238,6 @@ class SmpService:
     # Writers and readers.
 
     def enter(self, writer: WriterProcess) -> None:
-        """Note that a writer is registered and watched."""
         if writer.role == "trainer":
             self.machine.trainer_joined(writer.who)
         elif writer.role == "encoder":
@@ -282,7 +273,6 @@ class SmpService:
     # The lease, and what an incarnation restores.
 
     def begin_lease(self, seconds: float) -> None:
-        """Begin the lease of a coordinator that was admitted just now."""
         self._lease_begun = time.monotonic()
         self.lease_until = self._lease_begun + seconds
 
@@ -343,6 +333,6 @@ class SmpService:
 
 
 def resident_bytes() -> int:
-    """Memory of this process beside the arenas: resident, less shared memory (proc(5))."""
+    """Memory of this process without the arenas: resident, less shared memory (proc(5))."""
     status = procfs.read_status("self")
     return sum(int(status[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))

@@ -34,10 +34,10 @@ def may_reuse(slots: Sequence[SlotHeader], index: int, *, give_up_protected: boo
     """Tell if a slot's bytes may be given up for a newer snapshot.
 
     Only a committed slot ever qualifies, so one in doubt waits for its outcome, and only
-    beside a newer committed one: the newest is what a trainer's crash falls back to.
+    next to a newer committed one: the newest is what a trainer's crash falls back to.
     A protected one is what a node's loss falls back to.  It needs a newer protected one
-    beside it (which the coordinator commits only after all arenas hold it), or the
-    coordinator's word that it is given up.
+    next to it (which the coordinator commits only after all arenas hold it), or the
+    coordinator's decision that it is given up.
     """
     slot = slots[index]
     if slot.state != SlotState.COMMITTED:
@@ -71,7 +71,7 @@ def reusable(
 def without_lost(
     slots: Sequence[SlotHeader], lost: SnapshotId | None, spared: Collection[SnapshotId] = ()
 ) -> Sequence[SlotHeader]:
-    """The slots with that of a ``lost`` snapshot as free, if another committed one is beside it.
+    """The slots with that of a ``lost`` snapshot as free, if there is another committed one.
 
     Committed bytes may be damaged beyond what parity makes up for.  Then an older snapshot is what
     every failure falls back to, and must not make room for the next one.
@@ -91,7 +91,7 @@ def oldest_reusable(
 ) -> int | None:
     """The slot for the next snapshot: a free one, else the oldest that is not needed."""
     usable = reusable(slots, spared, give_up_protected=give_up_protected)
-    return min(usable, key=lambda i: _age(slots[i]), default=None)
+    return min(usable, key=lambda i: (slots[i].snapshot or (-1, -1))[:2], default=None)
 
 
 def protected_gives_way(
@@ -146,7 +146,3 @@ def still_written(state: SlotState, trainer_alive: bool, encoder_alive: bool) ->
 def _newer(one: SlotHeader, other: SlotHeader) -> bool:
     assert one.snapshot is not None and other.snapshot is not None
     return one.snapshot > other.snapshot
-
-
-def _age(slot: SlotHeader) -> tuple[int, int]:
-    return (-1, -1) if slot.snapshot is None else (slot.snapshot[0], slot.snapshot[1])

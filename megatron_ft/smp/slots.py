@@ -89,7 +89,6 @@ class ShardSlots:
         self.changes.append((index, header))
 
     def free(self, index: int) -> None:
-        """Make a slot FREE, whatever it held."""
         self.put(index, EMPTY_SLOT)
 
     def expect(self, snapshot: SnapshotId, *states: SlotState) -> int:
@@ -160,7 +159,6 @@ class ShardSlots:
         self.pins[reader] = snapshot
 
     def unpin(self, reader: str) -> None:
-        """The reader is done, or dead."""
         self.pins.pop(reader, None)
 
     def grant(
@@ -184,7 +182,7 @@ class ShardSlots:
         """The trainer is about to write: what the promised slot held is given up, CAPTURING.
 
         A reader that has come since the promise goes before.  A promise that cannot be kept
-        stands until its trainer gives it up: then the coordinator hears that it is over.
+        stands until its trainer gives it up: then the coordinator learns that it is over.
         """
         index = self.find(snapshot)
         if index is not None and not ending(self.slots[index]):
@@ -296,7 +294,7 @@ class ShardSlots:
         return freed
 
     def commit(self, snapshot: SnapshotId, *, local_only: bool) -> None:
-        """The coordinator's word: COMMITTED.  Repeating it changes nothing."""
+        """The coordinator's decision: COMMITTED.  Repeating it changes nothing."""
         index = self.expect(snapshot, SlotState.SEALED, SlotState.PROTECTED, SlotState.COMMITTED)
         slot = self.slots[index]
         if slot.state == SlotState.SEALED and not local_only:

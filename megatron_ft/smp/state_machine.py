@@ -39,7 +39,7 @@ class SourceArena:
     """An arena of an older layout, of which shards of the present one are made; it never changes.
 
     ``path`` is that of its file, ``slots`` are its headers.  ``same_layout``: it is only too small
-    for its shard, whose larger arena comes beside it.
+    for its shard, which gets a larger arena.
     """
 
     path: str
@@ -216,10 +216,6 @@ class NodeMachine:
         self._report(message)
         self._emit(ToTrainer(message.shard_id, m.SnapshotOutcome(message.snapshot, "protected")))
 
-    def _order_ended(self, message: m.OrderDone | m.OrderFailed) -> None:
-        """The encoder waits for its next order."""
-        self._report(message)
-
     def _commit(self, message: m.Commit) -> None:
         """The snapshot is complete everywhere: from here on a failure falls back to it."""
         self._record_newest(message.snapshot)
@@ -289,11 +285,10 @@ class NodeMachine:
         self._report(message)
 
     def _load(self, message: m.Load) -> None:
-        """Give shards that come from disk a slot."""
         for shard_id in message.shards:
             self._slots_of(shard_id).begin_rebuild(message.snapshot, message.iteration)
 
-    def _loaded(self, message: m.Loaded) -> None:
+    def _loaded(self, message: m.Loaded | m.Reshaped) -> None:
         """A shard was read from a drained checkpoint, its digests proven."""
         self._check_world(message.world)
         self._slots_of(message.record.shard_id).loaded(message.record)
@@ -327,9 +322,7 @@ class NodeMachine:
         self._emit(ToEncoder(order))
 
     def _reshaped(self, message: m.Reshaped) -> None:
-        """A shard of a new layout is here, sealed."""
-        self._check_world(message.world)
-        self._slots_of(message.record.shard_id).loaded(message.record)
+        self._loaded(message)
         self._report(message)
 
     def admit(self, incarnation: int) -> m.Refused | None:
@@ -412,16 +405,12 @@ class NodeMachine:
         for slots in self.shards.values():
             slots.pin(message.reader, message.snapshot)
 
-    def _unpin(self, message: m.Unpin | m.Unhold) -> None:
-        self.reader_gone(message.reader)
-
     def reader_gone(self, reader: str) -> None:
         """The reader is dead or done: what it held may be reused."""
         for slots in self.shards.values():
             slots.unpin(reader)
 
     def readers(self) -> list[str]:
-        """Names of the readers that hold some snapshot here."""
         return sorted({reader for slots in self.shards.values() for reader in slots.pins})
 
     # What the coordinator learns with each heartbeat.
@@ -443,7 +432,7 @@ class NodeMachine:
     def held(self) -> tuple[m.HeldSnapshot, ...]:
         """Committed snapshots that every shard here has, the newest first.
 
-        Those of sources count where the arenas beside them are of the same shards: a failure takes
+        Those of sources count where the new arenas are of the same shards: a failure takes
         the sources again.
         """
         found = {
@@ -467,7 +456,7 @@ ORDERS: dict[type[m.Message], Reaction] = {
     m.Reshape: NodeMachine._reshape,
     m.Adopt: NodeMachine._adopt,
     m.Hold: NodeMachine._pin,
-    m.Unhold: NodeMachine._unpin,
+    m.Unhold: lambda machine, message: machine.reader_gone(message.reader),
 }
 """Requests of the coordinator."""
 
@@ -479,8 +468,8 @@ REPORTS: dict[type[m.Message], Reaction] = {
     m.Encoded: NodeMachine._encoded,
     m.Rebuilt: NodeMachine._rebuilt,
     m.Reshaped: NodeMachine._reshaped,
-    m.OrderDone: NodeMachine._order_ended,
-    m.OrderFailed: NodeMachine._order_ended,
+    m.OrderDone: NodeMachine._report,
+    m.OrderFailed: NodeMachine._report,
 }
 """Messages of trainers and encoders, which are not answered."""
 
@@ -489,5 +478,5 @@ REACTIONS: dict[type[m.Message], Reaction] = {
     **REPORTS,
     m.Loaded: NodeMachine._loaded,
     m.Pin: NodeMachine._pin,
-    m.Unpin: NodeMachine._unpin,
+    m.Unpin: lambda machine, message: machine.reader_gone(message.reader),
 }

@@ -75,7 +75,7 @@ class ArenaStore:
 
     def adopt(self, machine: NodeMachine) -> None:
         """Open every arena that an earlier SMP left; what is not ours is named, not touched."""
-        for path in self._paths(SUFFIX, SOURCE_SUFFIX):
+        for path in self._paths():
             try:
                 arena = Arena.open(path, job=self.job)
                 if path.suffix == SOURCE_SUFFIX:
@@ -93,9 +93,9 @@ class ArenaStore:
                 continue
             machine.highest_incarnation = max(machine.highest_incarnation, arena.header.incarnation)
 
-    def put_right(self) -> None:
-        """Before ``adopt``: set aside what is no file of ours, and close the others to all."""
-        for path in self._paths(SUFFIX, SOURCE_SUFFIX):
+    def sanitize_files(self) -> None:
+        """Before ``adopt``: set aside what is not a file of ours, and close the others to all."""
+        for path in self._paths():
             reason = files.reason_in_the_way(path)
             if reason:
                 aside = files.set_aside(path)
@@ -104,12 +104,12 @@ class ArenaStore:
             # The folder lets nobody else in, so a wrong mode has cost nothing.
             path.chmod(files.MODE)
 
-    def distrust_all(self, reason: str) -> None:
+    def quarantine_all(self, reason: str) -> None:
         """Before ``adopt``: count all arenas as lost, since their writers are unknown.
 
         They get other names.  A process that still writes does so where no reader looks.
         """
-        for path in self._paths(SUFFIX, SOURCE_SUFFIX):
+        for path in self._paths():
             aside = files.set_aside(path)
             self._lost(path.name, f"{reason} (now {aside})")
 
@@ -145,8 +145,9 @@ class ArenaStore:
         self.damaged[name] = f"{reason}; the shard counts as lost"
         log.error("%s", self.damaged[name])
 
-    def _paths(self, *suffixes: str) -> list[Path]:
-        return sorted(path for s in suffixes for path in self.directory.glob(f"*{s}"))
+    def _paths(self) -> list[Path]:
+        patterns = f"*{SUFFIX}", f"*{SOURCE_SUFFIX}"
+        return sorted(path for pattern in patterns for path in self.directory.glob(pattern))
 
     def allocate(self, request: m.CreateArena) -> Arena | None:
         """Make the arena of one shard; slow, safe to call from another thread.
@@ -199,7 +200,7 @@ class ArenaStore:
     def make_sources(self, snapshot: SnapshotId, machine: NodeMachine) -> None:
         """Make every arena a source, under a name that leaves room for one of another layout.
 
-        Slots without ``snapshot`` give their memory to the arenas that come beside.
+        Slots without ``snapshot`` give their memory to the new arenas.
         """
         for arena, spent in self.set_aside((snapshot,), machine, same_layout=False):
             release(arena, spent)
@@ -209,7 +210,7 @@ class ArenaStore:
     ) -> list[tuple[Arena, list[int]]]:
         """As ``make_sources``, for some snapshots; the slots whose memory is to be released.
 
-        ``same_layout``: the arenas that come beside are of the same shards, on the same nodes.
+        ``same_layout``: the new arenas are of the same shards, on the same nodes.
         """
         left = list[tuple[Arena, list[int]]]()
         for shard_id in list(self.arenas):
@@ -226,7 +227,7 @@ class ArenaStore:
         return left
 
     def give_way(self, machine: NodeMachine) -> list[Arena]:
-        """Forget all arenas beside sources: they hold nothing that is needed; to be freed."""
+        """Forget all arenas that are not sources: they hold nothing that is needed; to be freed."""
         self._reached |= self.progress()
         return [self._forget(shard_id, machine) for shard_id in list(self.arenas)]
 
@@ -237,7 +238,7 @@ class ArenaStore:
             slots = _slots(arena)
             spent = len(slots) if self.sources else len(_without(keep, slots))
             given += max(0, spent * arena.geometry.slot_span - arena.holes)
-        text = "larger arenas for a state that has grown, beside its newest snapshot"
+        text = "larger arenas for a state that has grown, in addition to its newest snapshot"
         check_memory(self.directory, max(0, room - given), text)
 
     def return_sources(self, restore: SnapshotId | None, machine: NodeMachine) -> list[Arena]:
@@ -368,7 +369,6 @@ class ArenaStore:
             arena.write_progress(-1)
 
     def reports(self, machine: NodeMachine) -> tuple[m.ArenaReport, ...]:
-        """The node's arenas, for an inventory or a status."""
         return tuple(
             _report(header, machine.shards[shard_id].slots)
             for shard_id, header in self._headers.items()

@@ -2,7 +2,7 @@
 
 A new incarnation may be admitted only when no older writer can write (protocol rule 7).  Most
 writers are killed for that.  A trainer that has announced itself as Restartable is asked to let go
-of its arenas instead.  Its word is not enough: a thread of it may still copy.  So the SMP looks
+of its arenas instead.  Its answer is not enough: a thread of it may still copy.  So the SMP looks
 at the mappings and the open files of the process; one that still has an arena is killed.
 """
 
@@ -31,7 +31,7 @@ takes about as long."""
 
 
 def holds_arena(pid: int, folder: Path) -> bool:
-    """True if a process maps an arena of this folder or has one open, and if nobody can tell.
+    """True if a process maps an arena of this folder or has one open, and if that is unknown.
 
     A file that was removed keeps its name there, with a mark (proc(5)).  A dead process shows no
     mappings, but it cannot be kept either.
@@ -80,7 +80,7 @@ class Survivors:
     async def let_go(self, incarnation: int, ranks: Collection[int]) -> dict[int, int]:
         """Have trainers of these ranks let go; rank to pid of those that provably have.
 
-        They are no writers any more.  All others still have to be killed.
+        They are not writers any more.  All others still have to be killed.
         """
         asked = {rank: found for rank in ranks if (found := self._find(rank)) is not None}
         loop = asyncio.get_running_loop()

@@ -42,14 +42,14 @@ def regions(arena: Arena, record: SealedRecord, slot: int) -> Iterator[Region]:
     slot_header, progress = geometry.slot_header_offset(slot), arena.progress()
     for name, start, copy_bytes, payload in (
         (ARENA_HEADER, fmt.HEADER_OFFSET, fmt.HEADER_COPY_BYTES, binary.pack_header(arena.header)),
-        (PERMIT, fmt.PERMIT_OFFSET, fmt.WORD_COPY_BYTES, binary.pack_permit(arena.permit())),
+        (PERMIT, fmt.PERMIT_OFFSET, fmt.WORD_COPY_BYTES, binary.pack(arena.permit())),
         (
             PROGRESS,
             fmt.PROGRESS_OFFSET,
             fmt.WORD_COPY_BYTES,
-            binary.pack_progress(progress),
+            binary.pack(progress),
         ),
-        (SLOT_HEADER, slot_header, fmt.SLOT_COPY_BYTES, binary.pack_slot(arena.slot(slot))),
+        (SLOT_HEADER, slot_header, fmt.SLOT_COPY_BYTES, binary.pack(arena.slot(slot))),
     ):
         for copy in (0, 1):
             at = start + copy * copy_bytes

@@ -16,7 +16,7 @@ def unused(root: Path, ours: Collection[int]) -> set[Path]:
     All processes of a job may be dead while its supervisor, which may be a test's of another
     run, is about to start the next; ``ours`` are the processes of this run, which are not asked.
     """
-    dead = [folder for folder in clean.find_jobs(root) if not clean.living_process(folder)]
+    dead = [folder for folder in clean.find_jobs(root) if not clean.members(folder)]
     led = _locks(ours) if dead else set()
     return {folder.path for folder in dead if folder.job not in led}
 

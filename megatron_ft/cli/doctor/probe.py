@@ -25,9 +25,8 @@ from megatron_ft.cli.doctor.facts import ArenaPlace, NodeFacts, ProbeRequest, Sh
 from megatron_ft.core import copy_crc
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import MegatronFTError
-from megatron_ft.core.private_files import OTHERS_WRITE, reason_against
+from megatron_ft.core.private_files import OTHERS_WRITE, make_node_folder, reason_against
 from megatron_ft.core.procfs import machine, pid_namespace
-from megatron_ft.smp.node_folder import make_node_dir
 
 LOGIND = ("systemd-analyze", "cat-config", "systemd/logind.conf")
 LINGER = Path("/var/lib/systemd/linger")
@@ -86,7 +85,7 @@ def arena_place(root: Path, node_dir: Path, marker: str) -> ArenaPlace:
     Only some launchers make the folder before the first process of a node starts.
     """
     try:
-        make_node_dir(node_dir)
+        make_node_folder(node_dir)
         path = node_dir / marker
         path.touch(mode=0o600)
         status, space = path.stat(), os.statvfs(node_dir)

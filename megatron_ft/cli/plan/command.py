@@ -51,7 +51,7 @@ _RATES = {
 }
 _COUNTS = {
     "ranks-per-node": (1, 8, "ranks of each node"),
-    "slots": (2, 2, "snapshots kept of each shard; 3 beside drains where memory allows"),
+    "slots": (2, 2, "snapshots kept of each shard; 3 with drains where memory allows"),
     "nodes-per-domain": (1, 1, "nodes that fail together, at most"),
     "spares": (0, None, "spare nodes; as many as are recommended, if not given"),
     "runs": (2, 1000, "random runs that are simulated, at most"),

@@ -66,7 +66,7 @@ class PlannedJob:
         return self.mtbf / self.node_share if self.node_share else math.inf
 
     def can_have(self, scheme: Scheme) -> bool:
-        """True if so many nodes can be divided into its stripes."""
+        """True if the nodes can be divided into its stripes."""
         sets = stripe_sets(self.nodes, self.nodes_per_domain, scheme)
         return scheme.members <= self.nodes and sets is not None
 
@@ -176,7 +176,7 @@ class Forecast:
 
         Each loss before the repair ends begins it anew, and strikes all other nodes alike.
         """
-        ways = [1]  # to lose so many nodes without losing more than m of a set
+        ways = [1]  # to lose 0, 1, ... nodes without losing more than m of a set
         for size in self.set_sizes:
             part = [math.comb(size, i) for i in range(self._parity + 1)]
             longest = min(len(ways) + self._parity, _LONGEST_CHAIN)
@@ -233,7 +233,7 @@ class Forecast:
 
 
 def _kept(failures: float) -> float:
-    """Share of work that is kept, with so many failures expected from one save to the next."""
+    """Share of work that is kept, with this many failures expected from one save to the next."""
     return failures / math.expm1(min(failures, 700.0)) if failures else 1.0
 
 
@@ -272,7 +272,7 @@ def _nearest(job: PlannedJob, wanted: Scheme) -> Iterator[Forecast]:
 
 
 def candidates(job: PlannedJob) -> list[Forecast]:
-    """Usual schemes that so many nodes can have, whether they fit or not."""
+    """Usual schemes that the nodes can have, whether they fit or not."""
     schemes = map(Scheme.parse, _USUAL)
     return [Forecast(job, scheme) for scheme in schemes if job.can_have(scheme)]
 

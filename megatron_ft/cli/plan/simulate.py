@@ -46,7 +46,7 @@ def simulate(forecast: Forecast, failures: Iterable[Strike]) -> SimulatedRun:
 
 
 def monte_carlo(forecast: Forecast, runs: int, seed: int) -> list[SimulatedRun]:
-    """So many random runs, the lowest ETTR first."""
+    """``runs`` random runs, the lowest ETTR first."""
     chance = random.Random(seed)
     return sorted(simulate(forecast, strikes(forecast, chance)) for _ in range(runs))
 
@@ -74,22 +74,20 @@ class _Run:
         full, rest = divmod(max(0.0, at - self._up), self._period)
         return self._base + full * self._work + min(rest, self._work)
 
-    def _saved_until(self, at: float) -> float:
-        return self._base + max(0.0, (at - self._up - self._safe) // self._period) * self._work
-
     def strike(self, strike: Strike) -> None:
         """Lose what is not saved, and begin again."""
         at, job = strike.at, self._of.job
         if at < self._whole and strike.node in self._lost:
             return  # it is lost already
-        self._base = self._saved_until(at)
+        self._base += max(0.0, (at - self._up - self._safe) // self._period) * self._work
         if strike.node < 0:
             self._up = max(self._up, at + job.restart)
             return
         if at >= self._whole:
             self._lost.clear()
         self._lost.add(strike.node)
-        if self._too_many():
+        lost_of_a_set = Counter(self._set_of[node] for node in self._lost)
+        if max(lost_of_a_set.values()) > self._most:
             self.from_disk += 1
             self._base = self._base // job.drain * job.drain
             self._lost.clear()
@@ -97,8 +95,3 @@ class _Run:
         taken = max(at, heapq.heappop(self._spares))
         self._whole = at + self._repair
         self._up = max(self._up, taken + self._repair + job.restart)
-
-    def _too_many(self) -> bool:
-        if len(self._lost) <= self._most:
-            return False
-        return max(Counter(self._set_of[node] for node in self._lost).values()) > self._most

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_ft.cli.plan.simulate import Strike
 from megatron_ft.core.errors import ConfigError
@@ -88,7 +88,7 @@ def _failure(line: str, place: str) -> tuple[float, str]:
     try:
         value = float(hours)
     except ValueError as error:
-        raise ConfigError(f"{place}: {line!r} is no failure; write `hours,node`") from error
+        raise ConfigError(f"{place}: {line!r} is not a failure; write `hours,node`") from error
     if not 0 <= value < inf:
         raise ConfigError(f"{place}: {hours} hours; the nearest possible is 0")
     return value, name.strip()
@@ -102,7 +102,12 @@ def of_sacct(path: Path, nodes: int) -> History:
     text = sys.stdin.read() if str(path) == "-" else path.read_text()
     rows = [row for row in csv.DictReader(text.splitlines(), delimiter="|")]
     try:
-        jobs = [_sacct_job(row) for row in rows if "." not in row["JobID"]]
+        # The last state, without `by 1000`, and node seconds.
+        jobs = [
+            (str(row["State"]).split(" ")[0], float(row["ElapsedRaw"]) * int(row["NNodes"]))
+            for row in rows
+            if "." not in row["JobID"]
+        ]
     except (KeyError, ValueError, TypeError) as error:
         raise ConfigError(f"--sacct {path} is not the output of `{SACCT}`: {error!r}") from error
     failed = [state for state, _ in jobs if state in _FAILED]
@@ -115,8 +120,3 @@ def of_sacct(path: Path, nodes: int) -> History:
     lost = sum(state in _LOST for state in failed)
     text = f"{len(failed)} failed jobs in {seconds / 3600:.4g} node hours of sacct"
     return History(text, seconds / len(failed) / nodes, lost / len(failed))
-
-
-def _sacct_job(row: Mapping[str, Any]) -> tuple[str, float]:
-    """A job's last state, without `by 1000`, and its node seconds."""
-    return str(row["State"]).split(" ")[0], float(row["ElapsedRaw"]) * int(row["NNodes"])

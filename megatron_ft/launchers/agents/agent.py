@@ -109,7 +109,7 @@ class Agent:
             if code is not None:
                 return code
             if not self._left:
-                log.warning("nothing is heard of the supervisor at %s", meeting.endpoint)
+                log.warning("the supervisor at %s does not answer", meeting.endpoint)
         return 1
 
     def _leave_at_end_of_input(self) -> None:
@@ -139,7 +139,9 @@ class Agent:
                     message = m.decode(await socket.recv())
                     heard = time.monotonic()
                     if isinstance(message, m.SupervisorBye):
-                        await self._leave_to_supervisor(message.code)
+                        if message.code:
+                            # The supervisor first: some launchers end all at the first exit.
+                            await asyncio.sleep(FAILURE_SECONDS)
                         return message.code
                     if isinstance(message, m.Refused):
                         log.error("%s", message.reason)
@@ -149,11 +151,6 @@ class Agent:
         finally:
             self._socket = None
             socket.close()
-
-    async def _leave_to_supervisor(self, code: int) -> None:
-        """Let the supervisor report a failure first: some launchers end all at the first exit."""
-        if code:
-            await asyncio.sleep(FAILURE_SECONDS)
 
     def _hello(self, address: str) -> None:
         orders, running = self._orders, tuple(self._watched)
@@ -192,7 +189,7 @@ class Agent:
         argv = [received(word) for word in order.argv]
         env = {received(name): received(value) for name, value in order.env.items()}
         if NODE_DIR in env:
-            _make_folders(Path(env[NODE_DIR]))
+            private_files.make_node_folder(Path(env[NODE_DIR]))
         log = Path(received(order.log))
         process = LocalProcess.spawn(self._orders.node, argv, env, log, order.stdin)
         self._started = {p: known for p, known in self._started.items() if known.alive()}
@@ -222,13 +219,6 @@ class Agent:
 
         await asyncio.to_thread(procfs.kill_matching, belongs, f"MPI world {order.world}")
         self._send(m.ProcessEnded(order.id, 0))
-
-
-def _make_folders(node_dir: Path) -> None:
-    """The node's folder, and those of this job and of all jobs, none of them open to others."""
-    private_files.make_folder(node_dir.parent.parent, private_files.OTHERS_WRITE)
-    private_files.make_folder(node_dir.parent)
-    private_files.make_folder(node_dir)
 
 
 def main() -> int:

@@ -89,7 +89,7 @@ class AgentSeat:
 
     @property
     def there(self) -> bool:
-        """True if the agent was heard of lately."""
+        """True if the agent has sent something lately."""
         return time.monotonic() - self.heard < SILENT_SECONDS
 
 
@@ -125,10 +125,9 @@ class AgentHub:
         return done
 
     def there(self, node: str) -> bool:
-        """True if a node's agent was heard of lately."""
         return node in self.seats and self.seats[node].there
 
-    def begin(self, node: str, order: Callable[[str], m.Message]) -> AgentProcess:
+    def launch(self, node: str, order: Callable[[str], m.Message]) -> AgentProcess:
         """The process that Start or Attach, made with its name, leads to.
 
         NodeUnreachable without an agent or an answer of it; ProcessGoneError and what else the
@@ -140,7 +139,7 @@ class AgentHub:
             self._processes.pop(process.id)
             raise NodeUnreachable(
                 f"node {node} has no agent: what started `megatron-ft run` there has ended, or it "
-                f"was not heard of for {SILENT_SECONDS:g} s"
+                f"was silent for {SILENT_SECONDS:g} s"
             )
         try:
             process.begun.result(ANSWER_SECONDS)

@@ -42,7 +42,6 @@ class AgentLauncher(Launcher):
         return list(self._names)
 
     def reachable(self, node: str) -> bool:
-        """True if the node's agent was heard of lately."""
         return self.hub.there(node)
 
     def ready_file(self, node: str) -> Path:
@@ -66,10 +65,10 @@ class AgentLauncher(Launcher):
         log = carried(str(log_path.absolute()))
         given = {carried(n): carried(v) for n, v in self._marked(node, env).items()}
         words = tuple(carried(str(word)) for word in argv)
-        return self.hub.begin(node, lambda name: m.StartProcess(name, words, given, log, stdin))
+        return self.hub.launch(node, lambda name: m.StartProcess(name, words, given, log, stdin))
 
     def attach(self, node: str, pid: int, start_time: int | None = None) -> AgentProcess:
-        return self.hub.begin(node, lambda name: m.AttachProcess(name, self.job, pid, start_time))
+        return self.hub.launch(node, lambda name: m.AttachProcess(name, self.job, pid, start_time))
 
     def clean(self) -> None:
         """Remove the job's folder on all nodes that are there; the job is over."""
@@ -84,13 +83,9 @@ class AgentLauncher(Launcher):
             handle.ended.result(CLEAN_SECONDS)
         shutil.rmtree(self.job_dir, ignore_errors=True)
 
-    def _is_local(self, nodes: Sequence[str]) -> bool:
-        """True if all are on the supervisor's own machine: a world there needs no network."""
-        return {self.address(node) for node in nodes} == {self.hub.meeting.host}
-
     def _spread(self, nodes: Sequence[str], scratch: Path) -> Spread:
-        if self._is_local(nodes):
-            return Spread()
+        if {self.address(node) for node in nodes} == {self.hub.meeting.host}:
+            return Spread()  # a world on the supervisor's own machine needs no network
         addresses = {node: seat.address for node, seat in self.hub.seats.items()}
         settings = {
             remote_shell.MEETING: str(self._meeting),

@@ -137,7 +137,7 @@ _LINE = re.compile(r"(\S+?)(?::\d+)?((?:\s+(?:slots|max[_-]slots)\s*=\s*\d+)*)")
 def read_hostfile(file: Path) -> list[str]:
     """Names of the hosts, in order; slots are what other launchers go by.
 
-    ConfigError, which names the line, for what is no hostfile.
+    ConfigError, which names the line, for what is not a hostfile.
     """
     try:
         lines = file.read_text().splitlines()
@@ -153,7 +153,7 @@ def parse_hostfile(lines: list[str], where: str) -> list[str]:
         text = line.partition("#")[0].strip()
         match = _LINE.fullmatch(text)
         if text and match is None:
-            raise ConfigError(f"{where}, line {number}: {line!r} is no `name slots=8`")
+            raise ConfigError(f"{where}, line {number}: {line!r} is not of the form `name slots=8`")
         if match is not None:
             if match.group(1) in hosts:
                 raise ConfigError(f"{where}, line {number}: {match.group(1)} is there twice")

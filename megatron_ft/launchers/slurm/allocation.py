@@ -101,7 +101,6 @@ class Allocation:
         return f"megatron-ft-host-of-{self.job_id}"
 
     def job_of(self, node: str) -> str:
-        """Number of the job that steps on ``node`` belong to."""
         return self._hosts.get(node, self.job_id)
 
     def look_for_hosts(self) -> list[str]:
@@ -131,7 +130,7 @@ class Allocation:
     def left(self) -> frozenset[str]:
         """Nodes that Slurm has not taken out of the job as failed; at most a second old.
 
-        Slurm takes a node out after SlurmdTimeout without word from it, and never gives it
+        Slurm takes a node out after SlurmdTimeout without a message from it, and never gives it
         back.  While the controller does not answer, what it said last.
         """
         if time.monotonic() - self._asked > FRESH_SECONDS:
@@ -325,7 +324,7 @@ def host_command(
     flags: Sequence[str],
     environment: Mapping[str, str],
 ) -> list[str]:
-    """sbatch for one host beside those of ``allocation``, for the ``seconds`` it has left.  Pure.
+    """sbatch for one more host of ``allocation``, for the ``seconds`` it has left.  Pure.
 
     Partition, account, QOS and reservation are the job's, as ``environment`` has them, unless
     ``flags`` say otherwise.

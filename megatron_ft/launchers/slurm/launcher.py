@@ -75,7 +75,6 @@ class StepProcess(LocalProcess):
         pid: int,
         child: subprocess.Popen[bytes] | None = None,
     ) -> None:
-        """Watch the srun ``pid`` of a step of ``allocation``."""
         super().__init__(node, pid, child)
         self._allocation = allocation
 
@@ -92,8 +91,7 @@ class StepProcess(LocalProcess):
         timer.start()
 
     def _status(self) -> int:
-        status = super()._status()
-        return task_status(status, self.node in self._allocation.left())
+        return task_status(super()._status(), self.node in self._allocation.left())
 
 
 def task_status(status: int, node_left: bool) -> int:

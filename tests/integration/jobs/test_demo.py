@@ -235,7 +235,11 @@ def test_sizes_that_are_not_named_stay() -> None:
     ("text", "changes", "message"),
     [
         ("tp=1,dp=5", {"tp": 2}, "5 nodes, and 3 are left.*nearest dp that will do is 3"),
-        ("dp=3", {"tp": 2, "ranks_per_node": 4}, "6 ranks are no multiple.*dp that will do is 4"),
+        (
+            "dp=3",
+            {"tp": 2, "ranks_per_node": 4},
+            "6 ranks are not a multiple.*dp that will do is 4",
+        ),
         ("dp=1", {}, "1 node has no other one.*nearest dp that will do is 2"),
         ("tp=4", {}, "16 nodes, and 3 are left.*no dp will do"),
         ("tp=3,dp=1", {}, "give tp 1, 2 or 4"),

@@ -173,5 +173,5 @@ def test_what_cannot_go_on_stops_with_its_memory_drained(
     with pytest.raises(NoSpareError):
         job.run((6, lose("n3")))
     (line,) = told(job, "not_shrunk")
-    assert "3 ranks are no multiple of 4" in line, line
+    assert "3 ranks are not a multiple of 4" in line, line
     assert find(tmp_path / "drains")[0], job.story()

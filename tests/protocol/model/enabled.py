@@ -139,7 +139,7 @@ def _node_steps(world: World, node: Node) -> Iterator[Weighted]:
         yield 0.05, ("reset", name)
     if node.reports.waiting and node.working:
         yield 0.05, ("look", name)
-    if node.outbox.unheard and node.working and node.reachable:
+    if node.outbox.unacked and node.working and node.reachable:
         yield 0.2, ("unheard", name)
         yield 1.0, ("heard", name)
     if node.machine is None:

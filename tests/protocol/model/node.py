@@ -283,7 +283,7 @@ class SmpSteps:
     def _do_look(self, name: str) -> None:
         """What has waited for other ranks' words for long leaves without them."""
         node = self.nodes[name]
-        self._report(node, node.highest, node.reports.take())
+        self._report(node, node.highest, node.reports.flush())
 
     def _do_unheard(self, name: str) -> None:
         """What should have arrived by now is sent once more."""

@@ -84,7 +84,7 @@ def test_an_arena_opens_on_a_full_file_system(small: Path) -> None:
 def test_memory_that_is_not_there_later_is_an_error_and_never_a_bus_error(small: Path) -> None:
     with Arena.create(small / "a.arena", HEADER, first_slot=True) as arena:
         full, before = fill(small), arena.holes
-        with pytest.raises(ArenaMemoryError, match=r"beside the.*free space of .* leaves 0 b"):
+        with pytest.raises(ArenaMemoryError, match=r"behind the.*free space of .* leaves 0 b"):
             arena.complete(ever)
         assert arena.holes == before
         full.unlink()

@@ -241,13 +241,13 @@ def test_no_manifest_without_all_shards(memory: Memory, tmp_path: Path) -> None:
         cut(folder / "dp1.safetensors", 1)
         with pytest.raises(DrainError, match="dp1"):
             publish(folder, shards.info, JOB, shards.lineage, 2)
-    with pytest.raises(SnapshotUnavailableError, match="no checkpoint, or one that was never"):
+    with pytest.raises(SnapshotUnavailableError, match="not a checkpoint, or one that was never"):
         with open_newest(open_checkpoint(folder)):
             pass
 
 
 def test_folders_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no folder"):
+    with pytest.raises(ConfigError, match="not a folder"):
         open_checkpoint(tmp_path / "absent")
     with pytest.raises(ConfigError, match="holds no whole checkpoint"):
         open_checkpoint(tmp_path)

@@ -487,7 +487,7 @@ def test_pause_is_told_to_one_job_and_to_all_of_its_nodes(
             assert pause(tmp_path, "pause", name) == 2, capsys.readouterr()
         assert [is_paused(node) for node in (alive, other)] == [False, False]
         assert pause(tmp_path, "pause", "job1") == 0
-        assert "paused on 1 nodes\nn0 was not told: no SMP listens" in capsys.readouterr().out
+        assert "paused on 1 nodes\nn0 was not reached: no SMP listens" in capsys.readouterr().out
         assert [is_paused(node) for node in (alive, other)] == [True, False]
         assert pause(tmp_path, "resume", "job1") == 0
         assert not is_paused(alive)

@@ -90,7 +90,7 @@ def test_numbers_schemes_and_reasons_are_said() -> None:
     assert "continues with 2 nodes (rs:1+1)" in said.text
     assert "not with 3 nodes: the 8 micro-batches" in said.text and "not with 1 nodes" in said.text
     (said,) = shrinking("--tensor-model-parallel-size=4")
-    assert said.verdict is Severity.WARNING and "3 ranks are no multiple of 4" in said.text
+    assert said.verdict is Severity.WARNING and "3 ranks are not a multiple of 4" in said.text
     many = tuple(f"n{n}" for n in range(40))
     (said,) = shrinking(active=many)
     assert said.text.count("not with") == 4 and "nor with 32 other numbers" in said.text

@@ -260,7 +260,7 @@ def test_names_of_nodes_in_a_trace_are_neighbours(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("x,1", "line 1: 'x,1' is no failure"),
+        ("x,1", "line 1: 'x,1' is not a failure"),
         ("1\n-2,3", "line 2: -2 hours"),
         ("1,a\n2,b\n3,c", "names 3 nodes, --nodes is 2; the nearest possible is 3"),
         ("0,1", "no failure after hour 0"),

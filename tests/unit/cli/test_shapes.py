@@ -29,12 +29,12 @@ def test_what_is_written_is_read(shapes: dict[int, Any]) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[]", "holds no JSON object"),
-        ('{"4": []}', "'4' is no number of nodes below the 4"),
-        ('{"0": []}', "'0' is no number of nodes"),
-        ('{"02": []}', "'02' is no number of nodes"),
-        ('{"two": []}', "'two' is no number of nodes"),
+        ('{"4": []}', "'4' is not a number of nodes below the 4"),
+        ('{"0": []}', "'0' is not a number of nodes"),
+        ('{"02": []}', "'02' is not a number of nodes"),
+        ('{"two": []}', "'two' is not a number of nodes"),
         ('{"2": "--flag 1"}', "'2' has neither a list of strings nor null"),
         ('{"2": ["--flag", 1]}', "'2' has neither a list of strings nor null"),
         ('{"2": ["--inmem-slots", "3"]}', "'2' has --inmem-slots"),
@@ -49,7 +49,7 @@ def test_a_file_that_is_none_of_shapes_is_refused(text: str, said: str) -> None:
     ("words", "said"),
     [
         (["--pipeline-model-parallel-size", "1"], "3 data-parallel ranks"),
-        (["--pipeline-model-parallel-size=2"], "3 ranks are no multiple of 2"),
+        (["--pipeline-model-parallel-size=2"], "3 ranks are not a multiple of 2"),
         (["--pipeline-model-parallel-size", "3"], ""),
         (
             ["--pipeline-model-parallel-size", "3", "--global-batch-size", "6"],

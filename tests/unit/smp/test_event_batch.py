@@ -82,4 +82,4 @@ def test_everything_leaves_once_and_in_its_order(said: list[Any]) -> None:
         told.append(make(shard, snapshot))
         left += reports.add(told[-1], SHARDS)
         left += reports.on_heartbeat() if looks else []
-    assert [*left, *reports.take()] == told
+    assert [*left, *reports.flush()] == told

@@ -14,7 +14,7 @@ from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Peer
 from megatron_ft.smp.event_sender import (
-    MOST_UNHEARD,
+    MOST_UNACKED,
     MOST_WAITED,
     EventInbox,
     EventSender,
@@ -91,11 +91,11 @@ def test_what_no_heartbeat_has_named_is_told_again() -> None:
     smp = Smp()
     smp.tell(GONE, word("w"))
     smp.sent.clear()
-    for _ in range(MOST_UNHEARD):
+    for _ in range(MOST_UNACKED):
         assert not smp.sent
         smp.look(told=1)
     assert smp.heard() == [(COORDINATOR, ["OrderDone"])]
-    for _ in range(MOST_UNHEARD + 1):
+    for _ in range(MOST_UNACKED + 1):
         smp.look(told=2)
     assert not smp.sent
 
@@ -105,15 +105,15 @@ def test_what_is_overdue_is_told_until_a_heartbeat_of_its_stream_names_it() -> N
     assert not any(outbox.overdue() for _ in range(9)), "nothing was told"
     outbox.event("n0", 1, [word("a")])
     outbox.event("n0", 1, [word("b"), word("c")])
-    assert [outbox.overdue() for _ in range(MOST_UNHEARD)] == [False] * (MOST_UNHEARD - 1) + [True]
+    assert [outbox.overdue() for _ in range(MOST_UNACKED)] == [False] * (MOST_UNACKED - 1) + [True]
     outbox.arrived(7, 2)
-    assert outbox.unheard == [word("c")]
+    assert outbox.unacked == [word("c")]
     outbox.arrived(6, 3)
     for _ in range(2):
         assert outbox.again("n0", 1) == m.NodeEvent("n0", 1, word("c"), 7, 3)
-        assert [outbox.overdue() for _ in range(MOST_UNHEARD)][-1], "that may be lost as well"
+        assert [outbox.overdue() for _ in range(MOST_UNACKED)][-1], "that may be lost as well"
     outbox.arrived(7, 3)
-    assert not outbox.unheard and not outbox.overdue()
+    assert not outbox.unacked and not outbox.overdue()
 
 
 def test_a_report_is_unpacked_to_what_was_told() -> None:
@@ -147,7 +147,7 @@ class Path:
     def key(self) -> Any:
         """The same for the same states."""
         outbox, inbox = self.outbox, self.inbox
-        ends = (outbox.stream, outbox._last, len(outbox.unheard), inbox.stream, inbox.number)
+        ends = (outbox.stream, outbox._last, len(outbox.unacked), inbox.stream, inbox.number)
         left = (self.resets, self.deaths, self.needless, self.told, self.owed)
         return ends, left, self.queue, self.beat, self.heard
 
@@ -156,11 +156,11 @@ class Path:
         for count in (1, 2):
             if self.told + count <= self.WORDS:
                 yield f"tell {count}", lambda path, count=count: path.tell(count)  # type: ignore[misc]
-        lost = bool(self.outbox.unheard) and not self.queue
-        if (lost and self.beat is None) or (self.outbox.unheard and self.needless):
+        lost = bool(self.outbox.unacked) and not self.queue
+        if (lost and self.beat is None) or (self.outbox.unacked and self.needless):
             yield "again", Path.again
         said = (self.inbox.stream, self.inbox.number)
-        if self.beat is None and self.outbox.unheard and said[1]:
+        if self.beat is None and self.outbox.unacked and said[1]:
             yield "beat", Path.begin_beat
         if self.beat is not None:
             yield "acknowledge", Path.acknowledge
@@ -229,7 +229,7 @@ def test_every_order_of_steps_brings_everything_once_and_in_its_order() -> None:
 def entrusted(self: Outbox, node: str, incarnation: int, bodies: list[Any]) -> m.NodeEvent:
     """A connection loses nothing."""
     event = EVENT(self, node, incarnation, bodies)
-    self.unheard = []
+    self.unacked = []
     return event
 
 

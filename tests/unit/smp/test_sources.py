@@ -88,7 +88,7 @@ def test_arenas_of_the_new_layout_come_beside_the_old_ones(host: SmpService) -> 
 def test_an_smp_that_comes_after_knows_which_are_sources(host: SmpService) -> None:
     reshaping(host)
     store, machine = ArenaStore(host.store.directory, host.job), NodeMachine("node0")
-    store.put_right()
+    store.sanitize_files()
     store.adopt(machine)
     assert list(machine.shards) == ["dp0"] and machine.sources.keys() == {"dp0", "dp1"}
     assert store.source_reports() == host.store.source_reports()
@@ -221,7 +221,7 @@ def test_a_damaged_source_is_removed_and_no_arena_with_it(host: SmpService) -> N
     path = host.store.directory / "dp0.source"
     path.write_bytes(path.read_bytes()[:4096])
     store, machine = ArenaStore(host.store.directory, host.job), NodeMachine("node0")
-    store.put_right()
+    store.sanitize_files()
     store.adopt(machine)
     assert list(store.damaged) == ["dp0.source"] and list(machine.shards) == ["dp0"]
     assert store.forget_damaged() == [path]

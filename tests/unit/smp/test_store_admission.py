@@ -82,7 +82,7 @@ def restarted(store: ArenaStore) -> Node:
         arena.close()
     store.arenas.clear()
     fresh, machine = ArenaStore(store.directory, JOB), NodeMachine("node0")
-    fresh.put_right()
+    fresh.sanitize_files()
     fresh.adopt(machine)
     return fresh, machine
 
@@ -141,7 +141,7 @@ def test_the_same_after_a_restart(node: Node, damage: Damage) -> None:
 def test_an_arena_of_another_job_is_foreign_and_stays(node: Node, job: uuid.UUID) -> None:
     before = (node[0].directory / "dp0.arena").read_bytes()
     store = ArenaStore(node[0].directory, job)
-    store.put_right()
+    store.sanitize_files()
     store.adopt(NodeMachine("node0"))
     assert len(store.foreign) == 1 and not store.damaged
     assert (store.directory / "dp0.arena").read_bytes() == before
@@ -157,7 +157,7 @@ def test_an_arena_of_another_release_is_foreign_and_stays(node: Node) -> None:
 
 def test_arenas_that_are_not_trusted_are_set_aside_until_a_recovery_did_without(node: Node) -> None:
     store = ArenaStore(node[0].directory, JOB)
-    store.distrust_all("the notes are damaged")
+    store.quarantine_all("the notes are damaged")
     for fresh in (store, restarted(store)[0]):
         assert not fresh.arenas and not fresh.foreign
     aside = store.directory / "dp0.arena.aside"

@@ -97,7 +97,7 @@ def test_shapes_go_before_the_rule() -> None:
     """Four ranks hold one copy of the model: without other arguments three nodes will not do."""
     rule, given = RankRule(4, 4, 8), ({}, NO_PARITY)
     for shapes, count, said in (
-        ({}, 0, "3 ranks are no multiple of 4"),
+        ({}, 0, "3 ranks are not a multiple of 4"),
         ({3: ("--flag",)}, 3, ""),
         ({3: None, 2: ()}, 2, "3 nodes: --shapes forbids it"),
     ):
@@ -208,7 +208,7 @@ def test_a_job_that_shall_not_shrink_or_cannot_stays_as_it_is(tmp_path: Path) ->
     for policy, rule, shrunk, text in (
         ("stop", RankRule(1, 1, 4), False, ""),
         ("shrink", None, False, "have not said yet"),
-        ("shrink", RankRule(2, 1, 4), False, "no multiple of 2"),
+        ("shrink", RankRule(2, 1, 4), False, "not a multiple of 2"),
         ("shrink", RankRule(1, 1, 4), True, "1 nodes instead of 2, 1 ranks"),
     ):
         events.clear()
