@@ -41,14 +41,14 @@ def ip(*words: str, inside: str = "") -> str:
     return _run("ip", *(("-n", inside) if inside else ()), *words)
 
 
-def ip_batch(lines: Sequence[str], inside: str) -> None:
+def ip_batch(lines: Sequence[str], inside: str = "") -> None:
     """Several ``ip`` commands in one namespace, in order, up to the first that fails."""
-    _run("ip", "-n", inside, "-batch", "-", text="\n".join(lines))
+    _run("ip", *(("-n", inside) if inside else ()), "-batch", "-", text="\n".join(lines))
 
 
 def tc(*words: str, inside: str) -> str:
     """What ``tc`` prints; MissingEnvironmentError with its complaint if it fails."""
-    return _run("tc", "-n", inside, *words)
+    return _run("tc", *(("-n", inside) if inside else ()), *words)
 
 
 def add_namespace(name: str) -> None:

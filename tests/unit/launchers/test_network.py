@@ -16,8 +16,7 @@ import pytest
 
 from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
 from megatron_ft.launchers.launcher import UNKNOWN_EXIT
-from tests.support import namespaces, network_notes
-from tests.support.network_names import NetworkNames
+from tests.support import namespaces
 from tests.support.networked_cluster import HOST, RemoteProcess
 from tests.support.networks import arrives, can_connect, connection, needs_network, seconds_for
 from tests.support.node_network import NodeNetwork, remove_leftovers
@@ -117,16 +116,6 @@ def seconds_to_send(network: NodeNetwork, one: str, other: str, megabytes: int) 
 
 
 @needs_network
-def test_another_object_of_the_same_job_changes_the_same_network(network: NodeNetwork) -> None:
-    same = NodeNetwork(network.job, NODES)
-    assert same.address("n2") == network.address("n2")
-    same.cut("n2")
-    assert not network.connected("n2", HOST) and not can_connect(network, HOST, "n2")
-    same.open().heal()
-    assert can_connect(network, HOST, "n2")
-
-
-@needs_network
 def test_a_process_keeps_its_number_and_session_in_a_namespace(network: NodeNetwork) -> None:
     program = "import os; print(os.getpid(), os.getsid(0), sorted(os.listdir('/sys/class/net')))"
     child = subprocess.Popen(
@@ -139,35 +128,32 @@ def test_a_process_keeps_its_number_and_session_in_a_namespace(network: NodeNetw
     assert said.split()[:2] == [str(child.pid)] * 2
 
 
-LEAVE_BEHIND = """
-import os, sys
-from tests.support.node_network import NodeNetwork
-network = NodeNetwork(sys.argv[1], ["n0", "n1"]).open()
-network.delay("n0", 10)
-os._exit(0)
-"""
-
-
 @needs_network
 def test_what_a_dead_run_left_is_removed_and_what_is_used_is_not(network: NodeNetwork) -> None:
-    job = f"test-{uuid.uuid4().hex[:8]}"
-    subprocess.run([sys.executable, "-c", LEAVE_BEHIND, job], check=True, timeout=30)
-    names = NodeNetwork(job, ["n0", "n1"])
+    dead = NodeNetwork("dead", ["n0", "n1"])
+    dead.prefix = f"mft{gone_pid():x}z"
+    dead.open().delay("n0", 10)
     sleeper = subprocess.Popen(
-        names.entered("n1", ["sh", "-c", "echo entered; exec sleep 60"]),
+        dead.entered("n1", ["sh", "-c", "echo entered; exec sleep 60"]),
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
         assert sleeper.stdout and sleeper.stdout.readline() == "entered\n"
-        assert job not in remove_leftovers(), "somebody is in it"
+        assert dead.prefix not in remove_leftovers(), "somebody is in it"
     finally:
         sleeper.kill()
         sleeper.wait()
-    assert remove_leftovers() == [job]
-    assert not [d for d in namespaces.links() if d.startswith(names.prefix)]
-    assert not list(namespaces.FOLDER.glob(f"{names.prefix}*"))
+    assert remove_leftovers() == [dead.prefix]
+    dead.close()
+    assert not [d for d in namespaces.links() if d.startswith(dead.prefix)]
+    assert not list(namespaces.FOLDER.glob(f"{dead.prefix}*"))
     assert can_connect(network, "n0", "n1"), "one of a run that lives was touched"
+
+
+def gone_pid() -> int:
+    with subprocess.Popen(["true"]) as process:
+        return process.pid
 
 
 async def test_what_was_killed_and_is_cut_off_is_not_waited_for() -> None:
@@ -195,13 +181,13 @@ async def test_what_was_killed_and_is_cut_off_is_not_waited_for() -> None:
     os.kill(unreached.pid, signal.SIGKILL)
 
 
-def test_two_jobs_never_have_one_subnet() -> None:
-    first = NetworkNames.of("job", NODES)
-    second = NetworkNames.of("job", NODES, {first.subnet})
-    assert first.subnet != second.subnet and first.prefix == second.prefix
-    assert max(len(first.device("p", node)) for node in NODES) <= 15
+@needs_network
+def test_two_jobs_never_have_one_subnet(network: NodeNetwork) -> None:
+    with NodeNetwork(network.job, NODES) as other:
+        assert other.address("n0") != network.address("n0")
+        assert max(map(len, namespaces.links())) <= 15
     with pytest.raises(ConfigError, match="'host'"):
-        NetworkNames.of("job", ["host"])
+        NodeNetwork("job", ["host"])
 
 
 def test_without_the_rights_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,4 +195,3 @@ def test_without_the_rights_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(namespaces.shutil, "which", lambda program: f"/sbin/{program}")
     with pytest.raises(MissingEnvironmentError, match="CAP_NET_ADMIN.*run as root or skip"):
         NodeNetwork("job", NODES).open()
-    assert not network_notes.read(NetworkNames.of("job", NODES).notes)
