@@ -26,7 +26,6 @@ def load(make: Callable[..., Any]) -> Any:
 
 
 def sharding(kind: Callable[..., Any], **given: Any) -> Any:
-    """An Accelerator that heeds its plugin."""
     accelerator = kind(**given)
     shard_on_cpu(accelerator, given["fsdp_plugin"])
     return accelerator

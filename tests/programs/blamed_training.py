@@ -52,14 +52,12 @@ class Order:
     delay: float
 
     def write(self, folder: Path) -> None:
-        """Give the order."""
         new = folder / f"{ORDER_NAME}.new"
         new.write_text(json.dumps(asdict(self)))
         new.rename(folder / ORDER_NAME)
 
 
 def read_order(folder: Path) -> Order | None:
-    """The newest order."""
     path = folder / ORDER_NAME
     return Order(**json.loads(path.read_text())) if path.exists() else None
 
@@ -132,8 +130,6 @@ class Samples(Dataset[torch.Tensor]):
 
 
 class Training:
-    """The state of one rank."""
-
     def __init__(self) -> None:
         self.folder, self.rank = Path(os.environ[ORDERS]), dist.get_rank()
         self.work, self.order = float(os.environ[WORK]), ""

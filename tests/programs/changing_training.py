@@ -22,8 +22,6 @@ WAIT_SECONDS = 150.0
 
 
 class Training:
-    """The state and the step of one rank."""
-
     def __init__(self, rank: int, change: int, values: int, width: int = 1024) -> None:
         torch.manual_seed(rank)
         self.rank, self.change, self.values = rank, change, values
@@ -38,7 +36,6 @@ class Training:
         }
 
     def step(self, iteration: int) -> None:
-        """One iteration."""
         self.model[0].requires_grad_(self.rank == 0 and iteration >= self.change)
         self.optimizer.zero_grad()
         loss = self.model(torch.randn(4, 64)).square().mean()
@@ -48,7 +45,6 @@ class Training:
         self.state["losses"] = self.state["losses"] + more
 
     def result(self) -> str:
-        """A digest of all that training has made."""
         import hashlib
 
         found = hashlib.sha256(repr(self.state["losses"]).encode())
@@ -60,7 +56,6 @@ class Training:
 
 
 def expected(rank: int, change: int, values: int, iterations: int, width: int = 1024) -> str:
-    """The digest of a run that nothing has interrupted."""
     training = Training(rank, change, values, width)
     for iteration in range(1, iterations + 1):
         training.step(iteration)

@@ -67,7 +67,6 @@ def config(told: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def gpt2() -> Any:
-    """A model of a few hundred weights, with dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(1)
@@ -76,7 +75,6 @@ def gpt2() -> Any:
 
 
 def samples() -> list[dict[str, Any]]:
-    """The same tokens in every run."""
     tokens = torch.randint(
         VOCABULARY, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(0)
     )
@@ -310,7 +308,6 @@ class Net(torch.nn.Module):
         )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """A loss."""
         return self.layers(tokens).square().mean()
 
 

@@ -21,7 +21,6 @@ BIT = 4
 
 
 def target(state: dict[str, Any], what: str) -> torch.Tensor:
-    """The tensor that goes wrong."""
     weight: torch.Tensor = next(state["model"].parameters())
     if what == MOMENT:
         weight = state["optimizer"].state[weight]["exp_avg"]
@@ -42,7 +41,6 @@ def corrupted(train_one: Any, folder: Path) -> Any:
 
 
 def main() -> None:
-    """Train as the example does."""
     training = load()
     training.train_one = corrupted(training.train_one, Path(os.environ[FLIPS]))
     training.main()

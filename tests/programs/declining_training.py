@@ -21,7 +21,6 @@ def declining(manager: Any) -> Any:
 
 
 def main() -> None:
-    """Train as the example does."""
     training = load()
     training.SnapshotManager = declining(training.SnapshotManager)
     training.main()

@@ -69,7 +69,6 @@ class Snapshots:
         return [e.name for e in entries if bits(kept[e.name]) != bits(live_part(found[e.name], e))]
 
     def names(self) -> set[str]:
-        """Names of all that the last one holds."""
         return {entry.name for entry in self._engine.binding.layout.entries}
 
     def close(self) -> None:
@@ -90,7 +89,6 @@ def engine_of(stage: int) -> Any:
 
 
 def state_of(engine: Any) -> dict[str, Any]:
-    """What the inner optimizer keeps for its first master."""
     inner = EngineState(engine).inner_optimizer
     return next(iter(inner.state.values()))
 

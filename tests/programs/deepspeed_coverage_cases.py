@@ -87,7 +87,6 @@ def smp_of(name: str) -> FakeSmp:
 
 
 def snapshot_of(engine: Any, name: str, parts: Any = None) -> FakeSmp:
-    """A snapshot of now, offered."""
     trial = Trial(smp_of(name), EngineState(engine, parts))
     trial.save()
     trial.settle()
@@ -185,8 +184,6 @@ def restored(smp: FakeSmp, frozen: bool) -> Iterator[Any]:
 
 
 class Average:
-    """Of weights, as scripts write it."""
-
     def __init__(self, model: nn.Module) -> None:
         self.shadow = copy.deepcopy([one.detach() for one in model.buffers()])
 

@@ -33,8 +33,6 @@ Script = Callable[[Any], Iterator[Seen]]
 
 
 class Numbers(Dataset[torch.Tensor]):
-    """Each sample is its own index."""
-
     def __len__(self) -> int:
         return SAMPLES
 

@@ -78,7 +78,6 @@ def _names(directory: Path) -> list[str]:
 
 
 def compare_files(ours: Path, theirs: Path) -> list[str]:
-    """Where two files differ."""
     if theirs.suffix != ".pt":
         return [] if ours.read_bytes() == theirs.read_bytes() else [f"{ours.name}: other bytes"]
     loaded = [torch.load(path, weights_only=False) for path in (ours, theirs)]

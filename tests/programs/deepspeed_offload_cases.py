@@ -47,7 +47,6 @@ def attached(stage: int, copier: Any = None) -> Iterator[tuple[Any, FakeSmp, Any
 
 
 def captured(engine: Any, smp: FakeSmp) -> None:
-    """A step whose end is captured."""
     snapshot = smp.grant(engine.global_steps + 1)
     train_step(engine)
     smp.wait_ended()

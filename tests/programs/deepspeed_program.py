@@ -91,14 +91,12 @@ def make_engine(cell: dict[str, Any]) -> Any:
 
 
 def make_manager(config: SnapshotConfig, engine: Any) -> ArenaManager:
-    """The manager of this rank."""
     from deepspeed_ext.attachment import place_of
 
     return manager_at(config, place_of(engine))
 
 
 def manager_at(config: SnapshotConfig, place: dict[str, Any]) -> ArenaManager:
-    """The manager of a rank at this place."""
     kind = ReshapingManager if RESHAPE_FROM in os.environ else ArenaManager
     return kind(config, place, _weights)
 

@@ -19,7 +19,6 @@ STEPS = 3
 
 
 def train() -> None:
-    """Train as often as the environment says."""
     import deepspeed_ext  # noqa: F401
 
     cell = json.loads(sys.argv[1])

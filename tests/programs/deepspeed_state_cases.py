@@ -31,7 +31,6 @@ from tests.support.torn import Trial
 def engine_of(
     stage: int, precision: str, model: str = "tests.programs.deepspeed_models:small"
 ) -> Any:
-    """An engine of a small cell."""
     return make_engine(dataclasses.asdict(Cell("case", 0, zero(stage, precision), model=model)))
 
 

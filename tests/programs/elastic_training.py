@@ -37,7 +37,6 @@ def step(vector: Any, momentum: Any, iteration: int) -> None:
 
 
 def expected(iterations: int, elements: int = ELEMENTS) -> tuple[Any, Any]:
-    """The vector and its momentum after so many iterations."""
     vector, momentum = np.arange(elements, dtype=np.float32), np.zeros(elements, np.float32)
     for iteration in range(1, iterations + 1):
         step(vector, momentum, iteration)

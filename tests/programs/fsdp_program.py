@@ -107,7 +107,6 @@ def train() -> None:
 
 
 def make_manager() -> ArenaManager:
-    """The manager of this rank."""
     rank = dist.get_rank()
     kind = ReshapingManager if RESHAPE_FROM in os.environ else ArenaManager
     place = {"shard_id": shard_id(dp=rank), "rank": rank, "coordinates": ()}

@@ -33,7 +33,6 @@ def gated(train_one: Any, last: int, gate: Path) -> Callable[[dict[str, Any], in
 
 
 def main() -> None:
-    """Train as the example does."""
     training = load()
     gate = Path(os.environ[GATE])
     training.train_one = gated(training.train_one, training.arguments().iterations, gate)

@@ -25,7 +25,6 @@ class DearCopier(CpuCopier):
     seconds = 0.0
 
     def stage(self, items: Sequence[CopyItem]) -> list[CopyItem]:
-        """Hold training, then do as ever."""
         time.sleep(self.seconds)
         return super().stage(items)
 

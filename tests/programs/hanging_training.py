@@ -108,7 +108,6 @@ KINDS: dict[str, Callable[[], None]] = {
 
 
 def hanging(train_one: Any, faults: list[list[str]]) -> Any:
-    """The example's training step with the faults."""
     apart = {int(at) for _, kind, at, _ in faults if kind in ("skips", "another")}
     here = (os.environ["MEGATRON_FT_INCARNATION"], "*", os.environ["RANK"])
     mine = {
@@ -128,7 +127,6 @@ def hanging(train_one: Any, faults: list[list[str]]) -> Any:
 
 
 def main() -> None:
-    """Train as the example does."""
     training = load()
     faults = [fault.split(":") for fault in os.environ["MEGATRON_FT_TEST_HANGS"].split()]
     training.train_one = hanging(training.train_one, faults)

@@ -31,7 +31,6 @@ Box = tuple[slice, ...]
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any]:
-    """Everything that a torch_dist checkpoint holds, tensors whole."""
     content: dict[str, Any] = {}
     # Tests import this module for its names, and these imports take seconds.
     from torch.distributed.checkpoint import FileSystemReader
@@ -102,12 +101,10 @@ def refuse_export() -> None:
 
 
 def read_all() -> None:
-    """Print how many entries a checkpoint of Megatron's has."""
     print(f"read {len(read_checkpoint(Path(os.environ[EXPORTED])))} entries")
 
 
 def compare_checkpoints() -> None:
-    """Print what differs between two checkpoints of Megatron's."""
     folders = [Path(os.environ[name]) for name in (EXPORTED, REFERENCE)]
     finish(final_state.differences(*[read_checkpoint(folder) for folder in folders]))
 

@@ -125,7 +125,6 @@ def _bring_loader(kind: type[Drawn]) -> None:
 
 
 def savable_loader() -> None:
-    """An external loader that can say where it stands."""
     _bring_loader(Savable)
 
 
@@ -409,7 +408,6 @@ def _moved(weight: Any, model: Any, state: Any) -> Callable[[], None]:
 
 
 def _unnamed(weight: Any, model: Any, state: Any) -> Callable[[], None]:
-    """A buffer of which the model says nothing."""
     known = dict(model.named_buffers())
     model.register_buffer("hidden", torch.ones(3))
     vars(model)["named_buffers"] = lambda *_, **__: iter(known.items())

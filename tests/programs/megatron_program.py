@@ -28,7 +28,6 @@ def _weights(state: Any) -> Iterator[torch.Tensor]:
 
 
 def make_manager(config: SnapshotConfig) -> ArenaManager:
-    """The manager of this rank."""
     from megatron_ft.megatron.run import place_of_rank
 
     kind = ReshapingManager if RESHAPE_FROM in os.environ else ArenaManager

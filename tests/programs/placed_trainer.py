@@ -19,7 +19,6 @@ WAIT_SECONDS = 250.0
 
 
 def main() -> None:
-    """Take the place, wait, and run the script."""
     _, network, gate, *words = sys.argv
     if network:
         enter_namespace(network)

@@ -18,7 +18,6 @@ WRONG = 1000.0
 
 
 def load() -> Any:
-    """The example as a module."""
     spec = importlib.util.spec_from_file_location("plain_pytorch", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -44,7 +43,6 @@ def poisoned(train_one: Any, folder: Path) -> Any:
 
 
 def main() -> None:
-    """Train as the example does."""
     training = load()
     folder = Path(os.environ["MEGATRON_FT_TEST_POISON"])
     training.train_one = poisoned(training.train_one, folder)

@@ -19,7 +19,6 @@ def build_model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """A GPT model."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.training import get_args
@@ -76,7 +75,6 @@ def preload() -> None:
 
 
 def main() -> None:
-    """Train with the release that is installed."""
     megatron_host.install()
     # Runs that load Megatron's own checkpoint are compared with one that nothing ended.
     megatron_host.keep_data_loader_off_the_generator()

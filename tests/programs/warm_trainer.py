@@ -22,7 +22,6 @@ WAIT_SECONDS = 200.0
 
 
 def main() -> None:
-    """Become what asks the host for the trainer."""
     host, *script = sys.argv[1:]
     place = {"RANK": "PET_NODE_RANK", "WORLD_SIZE": "PET_NNODES"}
     place |= {"MASTER_ADDR": "PET_MASTER_ADDR", "MASTER_PORT": "PET_MASTER_PORT"}

@@ -79,14 +79,12 @@ class AgentJob:
             time.sleep(0.1)
 
     def end(self) -> list[int]:
-        """Exit codes of what was started, in its order."""
         try:
             return [process.wait(WAIT_SECONDS) for process in self.started]
         except subprocess.TimeoutExpired as error:
             raise AssertionError(f"{error}\n{self.story()}") from error
 
     def smps(self) -> list[int]:
-        """Process numbers of all of the job's SMPs."""
         return sorted(
             pid
             for pid in procfs.own_processes()
@@ -95,7 +93,6 @@ class AgentJob:
         )
 
     def trainer(self, rank: int) -> int:
-        """Process number of a rank."""
         found = [
             pid
             for pid in procfs.own_processes()
@@ -131,7 +128,6 @@ class AgentJob:
         return read_losses(self.losses) if self.losses.exists() else ({}, "")
 
     def destroy(self) -> None:
-        """End all of it and free its memory."""
         for process in self.started:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)

@@ -34,12 +34,10 @@ SLOT = 0
 
 
 def plan(places: Sequence[RankPlace], scheme: str) -> tuple[StripePlan, ...]:
-    """The stripes of a job."""
     return plan_stripes(places, Scheme.parse(scheme), block_bytes=BLOCK_BYTES)
 
 
 def header_of(shard_id: str, stripes: Sequence[StripePlan]) -> ArenaHeader:
-    """The header of one shard's arena."""
     stripe = next(stripe for stripe in stripes if shard_id in stripe.members)
     return ArenaHeader(
         job=JOB,
@@ -62,7 +60,6 @@ def header_of(shard_id: str, stripes: Sequence[StripePlan]) -> ArenaHeader:
 
 
 def arena_path(folder: Path, shard_id: str) -> Path:
-    """Where the arena of a shard is."""
     return folder / f"{shard_id}.arena"
 
 
@@ -72,7 +69,6 @@ def record_path(folder: Path, shard_id: str) -> Path:
 
 
 def replicas_path(folder: Path, shard_id: str) -> Path:
-    """Where it keeps the digests of replicas."""
     return folder / f"{shard_id}.replicas"
 
 
@@ -125,7 +121,6 @@ class ArenaFolder:
         return sorted({node for stripe in self.stripes for node in stripe.nodes})
 
     def shards_of(self, node: str) -> list[str]:
-        """The shards that live on a node."""
         pairs = (zip(s.members, s.nodes, strict=True) for s in self.stripes)
         return [shard for shard, at in itertools.chain.from_iterable(pairs) if at == node]
 
@@ -140,7 +135,6 @@ class ArenaFolder:
             self._store(done.shard_id, SlotState.PROTECTED, done)
 
     def copy_to(self, folder: Path) -> ArenaFolder:
-        """A copy to damage."""
         shutil.copytree(self.folder, folder)
         return replace(self, folder=folder)
 

@@ -260,7 +260,6 @@ def _word(right: bool, nothing: bool) -> str:
 
 
 def table(counts: Counts) -> str:
-    """The counts in Markdown, with their sum."""
     rows = [("bits of", "flipped", *OUTCOMES), ("---", *["---:"] * 6)]
     for name, count in [*sorted(counts.items()), ("all", sum(counts.values(), Counter()))]:
         numbers = (sum(count.values()), *(count[outcome] for outcome in OUTCOMES))

@@ -104,7 +104,6 @@ class Named:
 
     @classmethod
     def by(cls, event: JobEvent) -> Named:
-        """The verdict that an event tells."""
         known = event.fields
         return cls(
             known["rank"], known["node"], known.get("verdict", event.kind), known.get("how", "")
@@ -123,8 +122,6 @@ def outcome(expected: Named, found: Named | None) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """One fault and what was said of it."""
-
     fault: Drawn
     outcome: str
     expected: Named
@@ -144,7 +141,6 @@ class Injector:
         """Places, among the events of the job, of verdicts on what was injected."""
 
     def __call__(self, job: Job) -> None:
-        """Inject all, then end the job."""
         for fault in self._faults:
             self._until(lambda: settled(job), f"the job to settle before {fault}", job)
             self._on_result(self._inject(fault, job))
@@ -266,7 +262,6 @@ def alarms(job: Job, kinds: Collection[str], caused: Collection[int] = ()) -> li
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
-    """Outcomes by kind, as lines of Markdown."""
     yield "| fault | injected | right | unknown | wrong | median s | worst s |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for kind in (*KINDS, ""):
@@ -293,7 +288,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the campaign, or a clean job."""
     given = _parser().parse_args(words)
     folder = Path(tempfile.mkdtemp(prefix="mft-blame-"))
     warm = WarmHost()

@@ -32,7 +32,6 @@ def calls_of(work: Callable[[], object]) -> Counter[str]:
 
 
 def saved(manager: SnapshotManager, smp: FakeSmp, state: dict[str, torch.Tensor], at: int) -> None:
-    """One snapshot from permit to sealed."""
     smp.grant(at)
     assert manager.save(at, state).captured.result(WAIT)
     smp.wait_ended()

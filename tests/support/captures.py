@@ -58,11 +58,9 @@ class FakeSmp:
 
     @property
     def path(self) -> Path:
-        """The arena file."""
         return self.directory / f"{self.shard_id}.arena"
 
     def hello(self, shard_id: str, coordinates: tuple[int, ...]) -> RestoreOffer | None:
-        """Give the offer that the test set."""
         assert shard_id == self.shard_id
         return self.offer
 
@@ -114,7 +112,6 @@ class FakeSmp:
         return Arena.create(self.path, header)
 
     def node_folder(self) -> Path:
-        """The folder of the arena."""
         return self.directory
 
     def grant(self, iteration: int, slot: int = 0, stay: float = 0.0) -> SnapshotId:
@@ -128,14 +125,12 @@ class FakeSmp:
         return snapshot
 
     def revoke(self) -> None:
-        """Take the permit back."""
         assert self.arena is not None
         permit = self.arena.permit()
         assert permit is not None
         self.arena.write_permit(Permit(permit.snapshot, permit.iteration, permit.slot, True))
 
     def send(self, message: m.Message) -> None:
-        """Note what a trainer reports."""
         if isinstance(message, m.Begins):
             self.begins(message.snapshot, message.iteration, message.slot)
         elif isinstance(message, m.Sealed):
@@ -170,33 +165,27 @@ class FakeSmp:
             self.arena.write_slot(slot, replace(header, iteration=iteration))
 
     def sealed(self, snapshot: SnapshotId, record: SealedRecord) -> None:
-        """Keep the record."""
         self.sealed_records[snapshot] = record
         self.ended.set()
 
     def abandoned(self, snapshot: SnapshotId, reason: str) -> None:
-        """Keep id and reason."""
         assert snapshot not in self.abandoned_ids
         self.abandoned_ids[snapshot] = reason
         self.ended.set()
 
     def restored(self, snapshot: SnapshotId) -> None:
-        """Keep the call."""
         self.restored_calls.append(snapshot)
 
     def ending(self, iteration: int, finished: bool) -> None:
-        """Keep what was said."""
         self.endings.append((iteration, finished))
 
     def close(self) -> None:
         """A trainer left; the arena stays."""
 
     def wait_ended(self) -> None:
-        """Until the last granted snapshot is sealed or abandoned."""
         assert self.ended.wait(WAIT), "the capture neither sealed nor was abandoned"
 
     def offer_last(self) -> None:
-        """Offer the newest sealed snapshot to the next trainer."""
         snapshot = max(self.sealed_records)
         record = self.sealed_records[snapshot]
         self.offer = RestoreOffer(self.path, self.slots[snapshot], record, "memory")
@@ -206,7 +195,6 @@ class GatedCopier(CpuCopier):
     """A copier that waits, before each piece, until the test lets it continue."""
 
     def __init__(self, piece_bytes: int = 1 << 20) -> None:
-        """Closed at first."""
         super().__init__(piece_bytes)
         self.started = Event()
         self.gate = Event()
@@ -219,7 +207,6 @@ class GatedCopier(CpuCopier):
 
 
 def make_manager(smp: FakeSmp, **options: object) -> SnapshotManager:
-    """A manager that talks to the in-test SMP."""
     settings = {"fence_timeout_seconds": WAIT}
     settings.update(options.pop("settings", {}))  # type: ignore[call-overload]
     options.setdefault("copier", CpuCopier(65536))

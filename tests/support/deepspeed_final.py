@@ -32,7 +32,6 @@ INCARNATION = frozenset(
 
 
 def collect(engine: Any) -> dict[str, Any]:
-    """Everything, copied."""
     wrapper = engine.optimizer
     inner = getattr(wrapper, "optimizer", wrapper)
     scalers = (getattr(wrapper, name, None) for name in ("loss_scaler", "loss_scale_config"))

@@ -50,7 +50,6 @@ class Program:
         return ["--deepspeed_config", str(path), *small, *steps, *self.script]
 
     def environment(self, trace: Path) -> dict[str, str]:
-        """Variables for its ranks."""
         path = [str(ROOT)] if self.deepspeed is None else [str(self.deepspeed), str(ROOT)]
         own = {"PYTHONPATH": os.pathsep.join(path), "PYTHONWARNINGS": "ignore"}
         return traced_script.environment(trace, own, deepspeed=True)
@@ -75,7 +74,6 @@ def kill_held_rank(job: Job) -> None:
 
 
 def lose_node_of_held_rank(job: Job) -> None:
-    """Lose its node, with all processes and memory."""
     job.cluster.kill_node(job.supervisor.members.active[int(held.RANK)])
 
 

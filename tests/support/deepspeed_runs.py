@@ -17,8 +17,6 @@ SKIPPED = re.compile(r"step (\d+) was skipped")
 
 
 class Runs(resume_runs.Runs):
-    """Trains cells."""
-
     def request(self, layout: Cell, name: str, *flags: str, **variables: object) -> Request:
         folder = str(self.folder / name)
         cell: dict[str, Any] = asdict(layout)

@@ -56,12 +56,10 @@ class EngineTrace:
             self._started, self._steps = time.perf_counter(), steps
 
     def read(self, samples: Any) -> None:
-        """A batch, one sample a row."""
         for row in samples.detach().cpu().contiguous():
             self._writer.observe(zlib.crc32(row.numpy().tobytes()))
 
     def add_loss(self, loss: float) -> None:
-        """The loss of a micro-batch."""
         self._loss = loss if self._loss is None else self._loss + loss
 
     def end(self, steps: int) -> None:
@@ -71,7 +69,6 @@ class EngineTrace:
             self._started = self._loss = None
 
     def write_final(self, engine: Any) -> None:
-        """Write all that the engine holds."""
         final_state.write(final_path(self._directory, self._rank), collect(engine))
 
 

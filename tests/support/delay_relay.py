@@ -33,7 +33,6 @@ class OneWay:
         self._queue: deque[tuple[float, bytes]] = deque()
 
     def take(self, now: float) -> None:
-        """Read all frames that are there."""
         while True:
             try:
                 frame = os.read(self.source, _FRAME_BYTES)
@@ -43,7 +42,6 @@ class OneWay:
                 self._queue.append((now + self._seconds, frame))
 
     def give(self, now: float) -> None:
-        """Pass on the frames that are due."""
         while self._queue and self._queue[0][0] <= now:
             try:
                 os.write(self._target, self._queue.popleft()[1])

@@ -91,7 +91,6 @@ class Memory:
         )
 
     def commit(self, sequence: int, iteration: int, *, slot: int | None = None) -> SnapshotId:
-        """A snapshot in all arenas."""
         snapshot = SnapshotId(1, sequence)
         for shard_id in self.shards:
             self.commit_one(shard_id, snapshot, iteration, slot=slot)
@@ -130,7 +129,6 @@ class Memory:
         return record
 
     def flip(self, shard_id: str, sequence: int, at: int = 0) -> None:
-        """Change one byte of a snapshot in place."""
         with Arena.open(self.path(shard_id)) as arena:
             data = arena.data(sequence % 2, writable=True)
             data[at] ^= 1

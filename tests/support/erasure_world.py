@@ -78,7 +78,6 @@ def join(world: World, timeout: float) -> int:
 def run_world(
     transport: str, argv: Sequence[str], ranks: int, folder: Path, timeout: float
 ) -> tuple[int, str]:
-    """Exit status and output."""
     world = start_world(transport, argv, [{}] * ranks, folder)
     try:
         status = join(world, timeout)

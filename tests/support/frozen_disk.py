@@ -29,12 +29,10 @@ class FrozenDisk:
     frozen: bool = False
 
     def freeze(self) -> None:
-        """Have all writers wait."""
         subprocess.run(["fsfreeze", "-f", str(self.folder)], check=True)
         self.frozen = True
 
     def thaw(self) -> None:
-        """Have them continue."""
         if self.frozen:
             subprocess.run(["fsfreeze", "-u", str(self.folder)], check=True)
             self.frozen = False

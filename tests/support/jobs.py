@@ -415,7 +415,6 @@ def trainers_with(preload: str, environment: Mapping[str, str]) -> Iterator[None
 
 
 def difference(one: Result, other: Result) -> str:
-    """The first place where two runs differ, or nothing."""
     (losses, sha), (expected, expected_sha) = one, other
     for iteration in sorted(losses.keys() | expected.keys()):
         if losses.get(iteration) != expected.get(iteration):
@@ -440,7 +439,6 @@ def read_losses(path: Path) -> Result:
 def oracle(
     folder: Path, ranks: int, iterations: int = 40, width: int = 64, script: Path = EXAMPLE
 ) -> Result:
-    """The same training without us and without interruption."""
     losses = folder / "oracle.jsonl"
     flags = ["--iterations", str(iterations), "--losses", str(losses), "--width", str(width)]
     run_alone([str(script), *flags], ranks, folder)
@@ -474,5 +472,4 @@ Uninterrupted = Callable[[int, int], Result]
 
 
 def log_of(job: Job, rank: int) -> str:
-    """The output of a rank in all its incarnations."""
     return (job.folder / "logs" / f"rank{rank}.log").read_text(errors="replace")

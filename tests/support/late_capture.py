@@ -90,7 +90,6 @@ class ArenaClient(FakeSmp):
         return RankPlace(*place, required_bytes)
 
     def close(self) -> None:
-        """Keep what was sealed, for the next incarnation."""
         assert not self.abandoned_ids and not self.missed_ids and not self.unfit_errors
         for record in self.sealed_records.values():
             record_path(self.directory, self.shard_id).write_bytes(pickle.dumps(record))

@@ -19,7 +19,6 @@ Script = Callable[[Any], Iterator[Any]]
 
 
 def passes(loader: Any) -> Iterator[Any]:
-    """One pass behind the other."""
     while True:
         yield from loader
 
@@ -34,7 +33,6 @@ def numbered(loader: Any) -> Iterator[Any]:
 
 
 def seen(batch: Any) -> Any:
-    """A batch as plain values."""
     return batch.tolist() if isinstance(batch, torch.Tensor) else batch
 
 
@@ -76,7 +74,6 @@ class Run:
         return state.objects()
 
     def restored(self, snapshot: dict[str, Any]) -> Run:
-        """This run, behind the load of a snapshot."""
         MappingState(self.state).load(snapshot)
         return self
 

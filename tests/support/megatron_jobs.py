@@ -81,7 +81,6 @@ def packaged(megatron: Path) -> Program:
 
 
 def stock(checkout: Path) -> Program:
-    """The script of a checkout as it is."""
     return Program((str(checkout / traced_script.SCRIPT),), checkout, stock=True)
 
 

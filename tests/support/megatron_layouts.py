@@ -36,7 +36,6 @@ class Layout:
 
 
 def words(text: str) -> Flags:
-    """The flags in a text."""
     return tuple(text.split())
 
 
@@ -73,7 +72,6 @@ def _overlap_flags(overlapped: bool, distributed: bool) -> Flags:
 
 
 def cell(parallel: str, precision: str, overlap: str, optimizer: str) -> Layout:
-    """One cell of the matrix."""
     base, distributed = PARALLEL[parallel], OPTIMIZER[optimizer]
     flags = [*base.flags, *PRECISION[precision], *_overlap_flags(OVERLAP[overlap], distributed)]
     if distributed:
@@ -218,7 +216,6 @@ MORE = [
 
 
 def matrix() -> list[Layout]:
-    """Every cell."""
     return [cell(*values) for values in itertools.product(*AXES)]
 
 

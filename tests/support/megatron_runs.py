@@ -19,8 +19,6 @@ SNAPSHOTS = "--inmem-snapshot"
 
 @dataclass
 class Runs(resume_runs.Runs):
-    """Trains on the corpus with this prefix."""
-
     corpus: Path
 
     def request(self, layout: Layout, name: str, *flags: str, **variables: object) -> Request:
@@ -49,7 +47,6 @@ class Runs(resume_runs.Runs):
 
 
 def skipped_iterations(outputs: Iterable[str]) -> list[int]:
-    """Iterations whose step was skipped, by Megatron's log."""
     pattern = re.compile(r"iteration +(\d+)/.*number of skipped iterations: +([1-9])")
     return sorted({int(m.group(1)) for text in outputs for m in pattern.finditer(text)})
 

@@ -71,7 +71,6 @@ class RemoteProcess(LocalProcess):
         super().__init__(node, pid, child, tree)
 
     def alive(self) -> bool:
-        """Whether it runs as far as is known here."""
         if self.near() and not self._given_up:
             self._known_alive = super().alive()
         elif self._killed:
@@ -177,7 +176,6 @@ class NetworkedCluster(VirtualCluster):
         self._place = place
 
     def address(self, node: str) -> str:
-        """The node's own address where there is a network."""
         return super().address(node) if self.network is None else self.network.address(node)
 
     def start(
@@ -200,7 +198,6 @@ class NetworkedCluster(VirtualCluster):
         return self._placed(super().attach(node, pid, start_time))
 
     def mpi(self) -> MpiLauncher:
-        """The MPI launcher, at the supervisor's place."""
         found = super().mpi()
         if self.network is None:
             return found

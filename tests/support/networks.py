@@ -52,7 +52,6 @@ def connection(network: NodeNetwork, one: str, other: str) -> Iterator[tuple[soc
 
 
 def arrives(sender: socket.socket, receiver: socket.socket) -> bool:
-    """Whether a byte comes through in time."""
     sender.send(b"x")
     try:
         return receiver.recv(1) == b"x"
@@ -76,7 +75,6 @@ def can_connect(network: NodeNetwork, one: str, other: str) -> bool:
 
 
 def seconds_for(send: Callable[[], object]) -> float:
-    """How long a call takes."""
     start = time.monotonic()
     send()
     return time.monotonic() - start

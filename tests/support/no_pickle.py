@@ -54,7 +54,6 @@ def _bytes_in(content: Any) -> Iterator[bytes]:
 
 
 def is_pickle(data: bytes) -> bool:
-    """Whether an unpickler gets to the end of it."""
     try:
         pickle.loads(data)
     except Exception:

@@ -133,7 +133,6 @@ class NodeNetwork:
         self._cuts -= healed
 
     def connected(self, one: str, other: str) -> bool:
-        """Whether packets pass between two places, both ways."""
         return self._cuts.isdisjoint({(one, other), (other, one)})
 
     def delay(self, node: str, milliseconds: float) -> None:
@@ -230,7 +229,6 @@ class NodeNetwork:
     def _pairs(
         self, one: str | Iterable[str], other: str | Iterable[str] | None, one_way: bool
     ) -> list[tuple[str, str]]:
-        """Each sender and receiver, for two groups."""
         left, everybody = _group(one), {*self.nodes, HOST}
         right = everybody - left if other is None else _group(other)
         if unknown := sorted((left | right) - everybody):

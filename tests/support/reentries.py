@@ -51,8 +51,6 @@ class MallocInfo(ctypes.Structure):
 
 
 class Usage(NamedTuple):
-    """What a process holds."""
-
     descriptors: int
     threads: int
     kilobytes: int
@@ -81,7 +79,6 @@ class Meeting:
         self._store = TCPStore("127.0.0.1", port, ranks, is_master=rank == 0)
 
     def next_port(self) -> None:
-        """Await all ranks, and set MASTER_PORT."""
         self._count += 1
         if self._rank == 0:
             self._store.set(f"port-{self._count}", str(free_port()))
@@ -104,7 +101,6 @@ class Reentries:
         self._chance = random.Random(int(os.environ["RANK"]))
 
     def run(self, enter: Callable[[], Any]) -> Any:
-        """What the last call returned."""
         meeting = Meeting(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         rendezvous.install()
         settings, interrupter, result = ProcessState(), Interrupter(), None
@@ -146,7 +142,6 @@ class Reentries:
 
 
 def _place(error: BaseException) -> list[str]:
-    """The innermost functions of an exception's stack."""
     frames = [frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)]
     return frames[-3:]
 

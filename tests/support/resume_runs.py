@@ -64,7 +64,6 @@ class Runs(ABC):
         return outcome
 
     def environment(self, layout: Job, name: str, variables: dict[str, object]) -> dict[str, str]:
-        """What every rank's environment says."""
         return {
             SCHEME: layout.scheme,
             RANKS_PER_NODE: str(layout.ranks_per_node),
@@ -73,12 +72,10 @@ class Runs(ABC):
         } | {key: str(value) for key, value in variables.items()}
 
     def lines(self, name: str, rank: int) -> dict[int, tuple[str | None, list[int]]]:
-        """Loss and sample indices by iteration."""
         trace = read_trace(self.folder / name, rank)
         return {line.iteration: (line.loss, line.samples) for line in trace}
 
     def final(self, name: str, rank: int) -> Any:
-        """A rank's complete state at the end."""
         return torch.load(final_path(self.folder / name, rank), weights_only=True)
 
     def require_same(
@@ -100,7 +97,6 @@ class Runs(ABC):
         assert not found, f"{len(found)} differences: " + "; ".join(found[:20])
 
     def differences(self, layout: Job, left: str, right: str, after: int, until: int) -> list[str]:
-        """Paths at which two runs differ, over all ranks."""
         found = []
         for rank in range(layout.ranks):
             lines = [self.lines(name, rank) for name in (left, right)]

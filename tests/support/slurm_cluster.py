@@ -271,7 +271,6 @@ class SlurmCluster:
         self._until("slurmctld", lambda: bool(self.states()))
 
     def stop(self) -> None:
-        """End everything, jobs included."""
         if (self.folder / "slurm.conf").exists() and "slurmctld" in self._daemons:
             self.run("scancel", "--me", "--signal=KILL", "--full", check=False)
             self.run("scancel", "--me", check=False)

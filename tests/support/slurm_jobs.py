@@ -93,7 +93,6 @@ class SlurmJob:
         self.id = cluster.run(*words, more=variables).strip()
 
     def text(self) -> str:
-        """What the job has printed."""
         return self.output.read_text() if self.output.exists() else ""
 
     def until_printed(self, words: str, times: int = 1) -> None:
@@ -140,7 +139,6 @@ class SlurmJob:
         return "\n".join([self.text(), *ends])
 
     def kill_rank(self, rank: int) -> None:
-        """SIGKILL to one trainer."""
         found = [pid for pid in procfs.own_processes() if self._is_trainer(pid, rank)]
         assert len(found) == 1, (found, self.story())
         os.kill(found[0], signal.SIGKILL)

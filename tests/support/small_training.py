@@ -11,14 +11,12 @@ from tests.support.captures import bits
 
 
 def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One step on random data."""
     optimizer.zero_grad()
     model(torch.randn(4, 8)).square().mean().backward()
     optimizer.step()
 
 
 def make_training(seed: int = 0) -> dict[str, Any]:
-    """A small complete training state."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
         torch.nn.Linear(8, 32), torch.nn.BatchNorm1d(32), torch.nn.Dropout(), torch.nn.Linear(32, 8)
@@ -36,7 +34,6 @@ def make_training(seed: int = 0) -> dict[str, Any]:
 
 
 def advance(state: dict[str, Any], iteration: int) -> None:
-    """One iteration of that training."""
     train_step(state["model"], state["optimizer"])
     state["schedule"].step()
     state["progress"]["tokens"] += 32
@@ -45,7 +42,6 @@ def advance(state: dict[str, Any], iteration: int) -> None:
 
 
 def fingerprint(state: dict[str, Any]) -> list[Any]:
-    """All bits that matter."""
     weights = {k: bits(v) for k, v in state["model"].state_dict().items()}
     moments = {
         (i, k): bits(v)

@@ -80,7 +80,6 @@ class StruckRun:
             assert self._process.returncode == -signal.SIGKILL, self.told
 
     def start(self) -> None:
-        """Run it, or run it again."""
         process = subprocess.Popen(
             self._words,
             cwd=ROOT,
@@ -103,7 +102,6 @@ class StruckRun:
         return False
 
     def end(self) -> None:
-        """Let training end, as it must."""
         (self.folder / "gate").touch()
         self._communicate()
         assert self._process.returncode == 0 and "training finished" in self.told, self.told

@@ -32,7 +32,6 @@ class LatestCopier(CpuCopier):
         self.first, self.go, self._lists = first, Event(), 0
 
     def begin(self) -> None:
-        """The next snapshot."""
         self.go.clear()
         self._lists = 0
 
@@ -87,7 +86,6 @@ class Trial:
         capture._hold = hold_and_let_go  # type: ignore[method-assign]
 
     def save(self) -> None:
-        """Capture the state as it is now."""
         self._iteration += 1
         self._truth = {n: bits(t) for n, t in live_tensors(self._adapt(self.state)).items()}
         self.copier.begin()
@@ -98,7 +96,6 @@ class Trial:
             self.ended.waited.append(self._iteration)
 
     def skip(self) -> None:
-        """End an iteration of which nothing is captured."""
         self._iteration += 1
         assert self.manager.save(self._iteration, self.state).skipped
 
@@ -112,7 +109,6 @@ class Trial:
         assert self.run.finished.wait(WAIT), "the copy thread did not finish"
 
     def settle(self) -> None:
-        """Let the copy end, and compare."""
         self.finish()
         if self.snapshot in self.smp.abandoned_ids:
             self.ended.given_up[self._iteration] = self.smp.abandoned_ids[self.snapshot]
@@ -135,12 +131,10 @@ class Trial:
         return self.ended
 
     def restored(self, fresh: Any) -> Any:
-        """A state that was filled from the newest snapshot."""
         self.smp.offer_last()
         make_manager(self.smp).load(into=fresh)
         return fresh
 
 
 def parameter(size: int = 20_000, value: float = 0.0) -> torch.nn.Parameter:
-    """One that is copied lazily."""
     return torch.nn.Parameter(torch.full((size,), value))

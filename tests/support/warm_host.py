@@ -67,7 +67,6 @@ class Outcome:
     logs: str
 
     def output(self, rank: int) -> str:
-        """What a rank wrote."""
         return _log(self.logs, rank).read_text(errors="replace")
 
     def story(self) -> str:
@@ -104,7 +103,6 @@ class WarmHost:
 
     @property
     def pid(self) -> int:
-        """The host's process."""
         return self._process.pid
 
     def start(
@@ -148,7 +146,6 @@ class WarmHost:
         assert not any(outcome.codes), outcome.story()
 
     def close(self) -> None:
-        """End the host."""
         self._process.kill()
         self._process.wait(20)
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -162,7 +162,6 @@ def judge(
     roles: Sequence[str] = ROLES,
     warm_up: int = WARM_UP,
 ) -> list[Line]:
-    """A line for every role and quantity."""
     # An SMP that has no arena is a spare's: it takes up more once its node is needed.
     working = (one for one in samples if one.role != "smp" or one.shared)
     ordered = sorted(working, key=lambda one: (one.role, one.pid, one.snapshots))

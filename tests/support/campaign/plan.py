@@ -116,12 +116,10 @@ class Episode:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Those of its faults."""
         return (self.first.kind, *([self.second.kind] if self.second else []))
 
     @property
     def faults(self) -> int:
-        """So many."""
         return (self.first.kind != START_KIND) + (self.second is not None)
 
 
@@ -132,8 +130,6 @@ START = Episode(DrawnFault(START_KIND, 0.0, 0, 0.0, "nothing", 0))
 
 @dataclass(frozen=True)
 class JobPlan:
-    """One job of the campaign and what it suffers."""
-
     number: int
     protect: str
     transport: str
@@ -152,16 +148,13 @@ class JobPlan:
 
     @property
     def nodes(self) -> int:
-        """Nodes that train."""
         return self.stripes * Scheme.parse(self.protect).members
 
     @property
     def hangs(self) -> bool:
-        """True if its disk is frozen at some time."""
         return any("hang-disk" in episode.kinds for episode in self.episodes)
 
     def __str__(self) -> str:
-        """The job in a few words."""
         drains = "drains" if self.drains else "no drains"
         return f"{self.protect} {self.transport} {self.spares}sp {self.slots}sl {drains}"
 

@@ -24,7 +24,6 @@ class Ruling:
 
     @property
     def good(self) -> bool:
-        """Whether every promise was kept."""
         return self.outcome in (RIGHT, HONEST)
 
 

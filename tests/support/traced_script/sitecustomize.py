@@ -55,7 +55,6 @@ def prepare_deepspeed() -> None:
 
 
 def trace_megatron() -> None:
-    """Make Megatron's loop, which was imported, write its trace."""
     from megatron_ft.cli.demo import megatron_trace
 
     megatron_trace.install(Path(os.environ[VARIABLE]))
