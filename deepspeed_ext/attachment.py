@@ -24,7 +24,7 @@ from megatron_ft.core.identity import MAY_SHRINK, RankRule, shard_id
 from megatron_ft.trainer.manager import SnapshotManager
 
 
-def begin(engine: Any, section: Section) -> EngineRun:
+def start_run(engine: Any, section: Section) -> EngineRun:
     config, early = _checked(engine, section), EarlyStart.claim()
     if early is not None and (place := place_of(engine)) != early.place:
         raise ConfigError(

@@ -38,8 +38,8 @@ class Agreement:
 
     They go through the job's key-value store, not through collectives: a rank that failed
     elsewhere can still report it, a rank that is gone is named, and nothing is left half-joined.
-    ``store`` is a torch.distributed.Store that all ranks share, ``name`` tells agreements in it
-    apart.  Rank 0 collects and decides, so the cost grows with the number of ranks, not with its
+    ``store`` is a torch.distributed.Store that all ranks share, ``name`` distinguishes agreements
+    in it.  Rank 0 collects and decides, so the cost grows with the number of ranks, not with its
     square.
     """
 
@@ -240,9 +240,9 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._end()
         if own is not None:
             raise own
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+        reports = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
         raise CheckpointSaveError(
-            f"{where} is incomplete, so `latest` still names the one before it. {told}"
+            f"{where} is incomplete, so `latest` still names the one before it. {reports}"
         )
 
     def _end(self) -> None:

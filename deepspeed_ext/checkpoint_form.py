@@ -177,7 +177,7 @@ class _Recorder:
 
 
 class _NoCopies(TorchFunctionMode):
-    """Returns the tensor for a call that copies it: a copy looks the same in a file."""
+    """Returns the tensor for a call that copies it: a copy is the same in a file."""
 
     def __torch_function__(
         self,

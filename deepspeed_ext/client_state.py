@@ -1,7 +1,7 @@
 """The script's own state: what it gives as ``client_state``, and what it keeps elsewhere.
 
 DeepSpeed keeps ``client_state`` only when ``save_checkpoint`` is called.  A snapshot is mostly of a
-later step, and nobody knows what the script would have given then.  So a function of the script
+later step, and what the script would have given then is unknown.  So a function of the script
 makes it exact, or the JSON declares how entries follow from DeepSpeed's counters; failing both, a
 snapshot with a stale one is not used.
 
@@ -127,7 +127,7 @@ class ClientState:
     def objection(self, objects: Mapping[str, Any] | None = None) -> str:
         """Reason why no snapshot may serve the script, and a remedy; '' if one may.
 
-        ``objects`` are those of the snapshot that would be restored; without them it is said for
+        ``objects`` are those of the snapshot that would be restored; without them it is
         the snapshots to come.
         """
         provided = provider_of(self._engine) is not None
@@ -184,7 +184,7 @@ class ClientState:
         return sorted(entries.keys() - self._declared.keys())
 
     def watch_optimizers(self, own: Callable[[], Any]) -> Any:
-        """Note every optimizer of torch that steps beside the engine's; a handle that ends it.
+        """Note every other optimizer of torch that steps; returns a handle that ends it.
 
         ``own`` gives the engine's, which a load may replace.
         """
@@ -218,7 +218,7 @@ _WITH_FUNCTION = (
 
 
 class RestoredClientState(dict[str, Any]):
-    """A client_state from memory; asking for an entry that nobody gave says how to give it."""
+    """A client_state from memory; the error of a missing entry says how to give it."""
 
     def __missing__(self, key: str) -> Any:
         raise KeyError(

@@ -30,7 +30,7 @@ _ENGINE = frozenset(
 )
 _SCHEDULE = frozenset(("last_epoch", "last_batch_iteration", "get_lr", "get_last_lr", "_last_lr"))
 _OWN_PACKAGES = frozenset(("deepspeed", "deepspeed_ext", "megatron_ft", "torch"))
-"""Packages whose reads are no reads of the script."""
+"""Packages whose reads do not count as the script's."""
 
 
 class CounterReads:

@@ -56,7 +56,7 @@ class FileTensors:
         # as_strided counts from the start of the storage, not of the tensor.
         first = flat.storage_offset() + wanted.offset
         made = torch.as_strided(flat, wanted.shape, wanted.stride, first)
-        # torch.save writes all of the memory that a tensor looks into.
+        # torch.save writes all of the memory that a tensor is a view of.
         alone = made.untyped_storage().nbytes() == made.nbytes
         return (made if alone else made.clone()).requires_grad_(wanted.requires_grad)
 
@@ -219,7 +219,7 @@ def _fill_inner(inner: Any, objects: Mapping[str, Any]) -> None:
             group.update(captured[name])
         states = [inner["state"][index] for index in sorted(inner["state"])]
     if not numbers:
-        return  # it keeps none beside tensors
+        return  # it keeps nothing but tensors
     if len(states) != len(numbers):
         raise ExportError(f"{len(states)} optimizer states were recorded, {len(numbers)} captured")
     for state, values in zip(states, numbers, strict=True):
@@ -281,5 +281,5 @@ def _write(path: Path, tree: Any, objects: dict[str, Any]) -> None:
 
 def _plain(name: str) -> str:
     if Path(name).name != name:
-        raise ExportError(f"DeepSpeed would save {name!r}, which is no file's name")
+        raise ExportError(f"DeepSpeed would save {name!r}, which is not a file name")
     return name

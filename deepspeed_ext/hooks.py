@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from deepspeed_ext.run import EngineRun
 
 ENGINE_MODULE = "deepspeed"
+SHARED_MEMORY_OP = "deepspeed_shm_comm"
+"""DeepSpeed's name of a collective, a key of ``deepspeed.ops.__compatible_ops__``."""
 _RUN = "_inmem_snapshot_run"
 """Attribute of an engine that was attached."""
 
@@ -41,13 +43,30 @@ def install() -> None:
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from deepspeed_ext import cpu, reentry
+    from deepspeed_ext import reentry
 
-    cpu.prepare()
+    prepare_cpu()
     reentry.install()
     wrap(DeepSpeedEngine, "__init__", _attaching)
     if hasattr(DeepSpeedEngine, "_take_model_step"):
         wrap(DeepSpeedEngine, "_take_model_step", _guarded)
+
+
+def prepare_cpu() -> None:
+    """On a CPU, keep DeepSpeed from compiling; call it before torch.distributed is started.
+
+    DeepSpeed compiles a shared-memory collective before it joins the job.  That needs a compiler
+    and ninja, takes minutes without a message, waits for ever for the lock of a build that was
+    killed, and under DeepSpeed's launcher leaves 69 MB a rank in /dev/shm.  Training never calls
+    it: it serves tensor-parallel inference, which falls back to an all-reduce.  With and without a
+    compiler jobs then train with the same collectives, and may move between such machines.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() == "cpu":
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__[SHARED_MEMORY_OP] = False
 
 
 def attach(engine: Any, *, follows_engine: bool | None = None) -> EngineRun | None:
@@ -66,12 +85,12 @@ def attach(engine: Any, *, follows_engine: bool | None = None) -> EngineRun | No
 
     # Before anything is imported that an old release does not have.
     check_deepspeed()
-    from deepspeed_ext.attachment import begin
+    from deepspeed_ext.attachment import start_run
 
     section = section or Section(True, Source({}, str), {})
     if follows_engine is not None:
         section = dataclasses.replace(section, follows_engine=follows_engine)
-    run = vars(engine)[_RUN] = begin(engine, section)
+    run = vars(engine)[_RUN] = start_run(engine, section)
     return run
 
 
@@ -86,7 +105,7 @@ def _attaching(original: Function) -> Function:
 
         reentry.watch(self)
         original(self, *args, **kwargs)
-        # An engine that only evaluates, as a frozen model beside the trained one, has none.
+        # An engine that only evaluates, such as a frozen model, has none.
         if getattr(self, "checkpoint_engine", None) is not None and _section_of(self) is not None:
             attach(self)
 

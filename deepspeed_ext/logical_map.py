@@ -66,7 +66,7 @@ def _first_experts(module: Any) -> dict[str, int]:
 
 
 MASTER, WEIGHT = "fp32", "weight"
-"""Kinds of state: masters as in DeepSpeed's universal checkpoints, weights captured beside them.
+"""Kinds of state: masters as in DeepSpeed's universal checkpoints, and captured weights.
 
 Moments have the names that the inner optimizer gives them."""
 
@@ -176,7 +176,7 @@ def places(
 def _number_places(
     view: OptimizerView, captured: Mapping[str, torch.Tensor]
 ) -> dict[str, LogicalPlace]:
-    """Places of the tensors that all ranks hold alike beside moments: numbers, for most."""
+    """Places of the tensors other than moments that all ranks hold alike: numbers, for most."""
     found = {}
     for master in view.masters():
         for key in master.inner.state[master.parameter]:

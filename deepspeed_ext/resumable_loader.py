@@ -39,8 +39,10 @@ def _watching(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def shared_anew(state: Mapping[str, Any], batches: tuple[int, int]) -> dict[str, Any]:
-    """Positions for a rank of another number of ranks, which reads so many batches in the place of
-    so many, from a state of :class:`DataPosition`."""
+    """Positions from a state of :class:`DataPosition` for a job of another number of ranks.
+
+    ``batches`` are those that a rank reads in a step, now and before.
+    """
     return {name: {**position, SHARED_ANEW: batches} for name, position in state.items()}
 
 

@@ -46,7 +46,7 @@ class EngineRun:
         # Hooks to be removed: before training that of its begin, in it that of optimizers.
         self._hooks: list[Any] = []
         if not engine.pipeline_parallelism:
-            self._hooks = [engine.register_forward_pre_hook(lambda *_: self.begin())]
+            self._hooks = [engine.register_forward_pre_hook(lambda *_: self.begin_training())]
 
     def leave_ends_to_client(self) -> None:
         """Have the client call ``end_iteration`` when all its own state is of that iteration."""
@@ -55,7 +55,7 @@ class EngineRun:
     def around_load(self, original: Function, load_dir: str, *args: Any, **kwargs: Any) -> Any:
         """Run ``load_checkpoint``: from memory if that is newer, else DeepSpeed's own.
 
-        A load of weights alone is no resumption and goes to DeepSpeed; so does every load
+        A load of weights alone does not resume training and goes to DeepSpeed; so does every load
         after training has begun.  Until then an incarnation that was restored from memory stays
         so: a script that loads twice has trained on what it loaded since.  One that was restored
         before any load stays so too.
@@ -86,7 +86,7 @@ class EngineRun:
         with self._snapshots.at_rest():
             return original(*args, **kwargs)
 
-    def begin(self) -> None:
+    def begin_training(self) -> None:
         """Training begins: get an arena, and have optimizers fenced.  Collective.
 
         Raises what EngineStart.begin_training can raise.
@@ -110,7 +110,7 @@ class EngineRun:
 
     def around_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Run ``step`` or ``train_batch``; take a snapshot if that ended an iteration."""
-        self.begin()
+        self.begin_training()
         before = self._engine.global_steps
         result = original(*args, **kwargs)
         steps, snapshots = self._engine.global_steps, self._snapshots

@@ -125,7 +125,7 @@ def _writes_latest(engine: Any) -> bool:
 def disk_of(engine: Any, load_dir: str, tag: str | None, saved: Named | None) -> DiskStart:
     """The step of the checkpoint that DeepSpeed would load, and whether the script named it.
 
-    A tag that is none of DeepSpeed's own says nothing of its step, which is read from the
+    A tag that is not DeepSpeed's own says nothing of its step, which is read from the
     checkpoint.  What was ``saved`` before counts where the script has begun to overwrite that, and
     did not end.
     """
@@ -177,7 +177,7 @@ def _step_inside(checkpoint: Path, otherwise: int) -> int:
     if file is None:
         return otherwise
     try:
-        # Mapped, so that only what is looked at is read.  It is the user's own checkpoint, which
+        # Mapped, so that little of it is read.  It is the user's own checkpoint, which
         # DeepSpeed is about to unpickle as well.
         content = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
     except Exception:

@@ -281,8 +281,8 @@ class EngineStart:
         ``find`` gets the iteration and the objects of the offered snapshot; it gives what would
         be started from without it, and whether the script asks for that anew.  ``unloaded`` is
         the problem of a script that loads nothing.  None if no snapshot is offered.  ConfigError if
-        training would begin at step 0 because the script cannot use the snapshot: nobody shall lose
-        it by a mistake.
+        training would begin at step 0 because the script cannot use the snapshot, which a mistake
+        must not lose.
         """
         self.phase = Phase.DISK
         self.end()

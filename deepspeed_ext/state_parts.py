@@ -1,4 +1,4 @@
-"""Parts of an engine's state beside its optimizer: progress, model tensors, random states.
+"""Parts of an engine's state outside its optimizer: progress, model tensors, random states.
 
 Progress is the engine's counters, batch size and schedules.  Model tensors are buffers and the
 parameters that no optimizer owns.

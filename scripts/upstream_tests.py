@@ -149,7 +149,7 @@ def pytest_collection_finish() -> None:
 
 
 def leave_out_operator() -> None:
-    """Have DeepSpeed do without an operator, as deepspeed_ext.cpu does.
+    """Have DeepSpeed do without an operator, as deepspeed_ext.hooks.prepare_cpu does.
 
     Importing that module would install our hook.
     """

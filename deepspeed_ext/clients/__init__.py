@@ -42,7 +42,7 @@ def _from_memory(original: Function) -> Function:
 
 
 def _section_of(trainer: Any) -> Section | None:
-    """Its section, if this rank's place can be told without an engine."""
+    """Its section, if this rank's place is known without an engine."""
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     config = {} if plugin is None else plugin.hf_ds_config.config
     return None if "tensor_parallel" in config else read_section(config)

@@ -61,7 +61,7 @@ class EngineMemory(InMemoryState):
         self._run.close()
 
     def _parts(self) -> list[Any]:
-        """All that has a state beside the engine, in an order that every incarnation has."""
+        """All but the engine that has a state, in an order that every incarnation has."""
         own = getattr(self._engine, "lr_scheduler", None)
         schedulers = [one for one in self._accelerator._schedulers if one.scheduler is not own]
         return [*schedulers, *self._accelerator._custom_objects]

@@ -50,7 +50,7 @@ NUMBERS = (
     *("_total_loss_scalar", "_globalstep_last_logged", "current_flos"),
     *("_initial_global_step", "_initial_num_input_tokens_seen"),
 )
-"""Attributes of a Trainer, beside the sum of losses, that its checkpoints do not hold."""
+"""Attributes of a Trainer, that its checkpoints do not hold, without the sum of losses."""
 
 KNOWN_SAMPLERS = frozenset(
     (
@@ -211,7 +211,7 @@ class Feeder(TrainerCallback):  # type: ignore[misc]
         if engine.global_steps != steps:
             self._run.refuse(f"the Trainer is at step {steps}, its engine at {engine.global_steps}")
         elif steps and not self._in_pass and not sized:
-            self._run.refuse("nothing tells how many steps a pass over its data set takes")
+            self._run.refuse("its data set has no length, so the steps of a pass are unknown")
         self._run.end_iteration()
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:

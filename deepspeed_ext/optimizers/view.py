@@ -190,7 +190,7 @@ def shared_states(masters: Iterable[OwnedMaster]) -> dict[str, str]:
 
 
 def share_states(masters: Iterable[OwnedMaster], shared: Mapping[str, str]) -> None:
-    """Make states share tensors as :func:`shared_states` said."""
+    """Make states share tensors as :func:`shared_states` gave."""
     states = _states(masters)
     for name, owner in shared.items():
         (state, key), (owning, owned) = states[name], states[owner]
@@ -208,7 +208,7 @@ def _states(masters: Iterable[OwnedMaster]) -> dict[str, State]:
 
 
 def tensors_of(masters: Iterable[OwnedMaster]) -> MasterTensors:
-    """Masters and what is kept for them, by name; looked at when they are asked for."""
+    """Masters and what is kept for them, by name; read when they are asked for."""
     owned = (Owned(master.name, master.inner, master.parameter) for master in masters)
     return MasterTensors(owned, _SEPARATOR, MASTER)
 

@@ -146,7 +146,7 @@ class FrameworkState(ABC):
             captured += in_groups(inner)
         return derived_of(self._held(), captured, self._publish_targets())
 
-    def beside(self) -> Lost:
+    def restart_losses(self) -> Lost:
         known = {**self._known(), **self._inner_optimizers()}
         found = uncaptured(known, [tensor for _, tensor in self._held()], self.readers)
         return Lost(found, self.advice)

@@ -65,7 +65,7 @@ _SHARDS = "which ranks then hold the same weights is not known here"
 
 UNSUPPORTED = {
     "optimizer": "only the state of adam, sgd and muon is known",
-    "muon_scalar_optimizer": "beside muon only the state of adam is known",
+    "muon_scalar_optimizer": "with muon, only the state of adam is known",
     "optimizer_cuda_graph": "a replayed step passes no hook: nothing would wait for a capture",
     "qk_clip": "it changes weights after the step without changing their fp32 masters",
     "fp8_param_gather": _QUANTIZED,
@@ -124,14 +124,14 @@ def check(args: Any, command: Sequence[str]) -> None:
 
 
 def _unread_flags(args: Any, command: Sequence[str]) -> list[str]:
-    """Problems of flags beside a YAML file: Megatron reads none and would train unprotected."""
+    """Problems of flags with a YAML file: Megatron reads no flags and would train unprotected."""
     if getattr(args, "yaml_cfg", None) is None:
         return []
-    told = read_command(command)
-    names = [SWITCH.lstrip("-")] if told.enabled else []
-    names += [SETTINGS[name].flag.lstrip("-") for name in told.source.given]
+    given = read_command(command)
+    names = [SWITCH.lstrip("-")] if given.enabled else []
+    names += [SETTINGS[name].flag.lstrip("-") for name in given.source.given]
     return [
-        f"--{name} has no effect beside --yaml-cfg: write `{name.replace('-', '_')}` into "
+        f"--{name} has no effect with --yaml-cfg: write `{name.replace('-', '_')}` into "
         f"{args.yaml_cfg}"
         for name in names
     ]

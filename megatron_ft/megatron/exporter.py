@@ -116,10 +116,6 @@ def fill_random_states(tree: Tree, captured: Sequence[Mapping[str, Any]]) -> Non
         tree["rng_state"] = _with_value(tree["rng_state"], states)
 
 
-def random_state_count(tree: Tree) -> int:
-    return len(_value(tree["rng_state"])) if "rng_state" in tree else 0
-
-
 def _megatron_names(random: Mapping[str, Any]) -> Tree:
     generators = random["generators"]
     return {
@@ -138,7 +134,7 @@ def _value(node: Any) -> Any:
 
 
 def _with_value(node: Any, value: Any) -> Any:
-    """``value`` in the ShardedObject ``node``, or in its place if it is none."""
+    """``value`` in the ShardedObject ``node``, or itself if ``node`` is of another class."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     if not isinstance(node, ShardedObject):
@@ -188,7 +184,7 @@ class CapturedTensors:
     def _with_copies(
         self, weight: torch.Tensor, main: str, place: tuple[str, tuple[int, ...]], near: str
     ) -> torch.Tensor:
-        """A weight with those of its elements that were captured beside their masters."""
+        """A weight with those of its elements that were captured in addition to their masters."""
         ranges = self._ranges.get((main.removesuffix(MAIN) + WEIGHT, place), [])
         copies = [r.range for r in ranges if r.entry.dtype == dtype_name(weight.dtype)]
         if not copies:
@@ -329,24 +325,17 @@ def _rank(shard_id: str, form: CheckpointForm, objects: bytes, tensors: Captured
 
 def _random_states(rank: _Rank, ranks: list[_Rank]) -> list[Mapping[str, Any]]:
     """The random states that ``rank`` would save: its own, or its data-parallel group's."""
-    count = random_state_count(rank.tree)
+    count = len(_value(rank.tree["rng_state"])) if "rng_state" in rank.tree else 0
     if count <= 1:
         return [rank.objects["random"]]
-    place = _random_place(rank)
-    group = sorted((r for r in ranks if _random_place(r) == place), key=_replica)
+    place = rank.tree["rng_state"].global_offset
+    group = [one for one in ranks if one.tree["rng_state"].global_offset == place]
+    group.sort(key=lambda one: one.tree["rng_state"].replica_id)
     if len(group) != count:
         raise ExportError(
             f"{rank.shard_id} gathers the random states of {count} ranks, {len(group)} are there"
         )
     return [member.objects["random"] for member in group]
-
-
-def _random_place(rank: _Rank) -> tuple[int, ...]:
-    return tuple(rank.tree["rng_state"].global_offset)
-
-
-def _replica(rank: _Rank) -> Any:
-    return rank.tree["rng_state"].replica_id
 
 
 def _owned(rank: _Rank, tensors: CapturedTensors) -> dict[str, Any]:

@@ -100,11 +100,11 @@ def arguments_of(command: Sequence[str]) -> argparse.Namespace | None:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--rampup-batch-size", nargs="*")
     parser.add_argument("--step-batch-size-schedule")
-    flags = {word.partition("=")[0] for word in command}
+    flags = {part.partition("=")[0] for part in command}
     if flags & {f"--{name}" for name in _DERIVED}:
         return None
     try:
-        args, _ = parser.parse_known_args([word for word in command if word != "--"])
+        args, _ = parser.parse_known_args([part for part in command if part != "--"])
     except argparse.ArgumentError:
         return None
     if not args.micro_batch_size:

@@ -83,7 +83,7 @@ def install_for_script(argv: Sequence[str] | None = None) -> None:
     try:
         install()
     except UnsupportedVersionError as error:
-        if any(word.startswith("--inmem-") for word in (sys.argv if argv is None else argv)):
+        if any(flag.startswith("--inmem-") for flag in (sys.argv if argv is None else argv)):
             raise
         print(f"megatron-ft: {error}", file=sys.stderr)
 
@@ -191,7 +191,7 @@ def _refuse_to_train_unprotected() -> None:
     if RESTORE in os.environ:
         raise ConfigError(
             f"this training was started by `megatron-ft run`, but takes no snapshots: add "
-            f"{SWITCH} to its flags (beside --yaml-cfg: `inmem_snapshot: true` to that file), or "
+            f"{SWITCH} to its flags (with --yaml-cfg: `inmem_snapshot: true` to that file), or "
             "start it without `megatron-ft run`"
         )
 

@@ -102,13 +102,11 @@ def _kinds(master: Master) -> Iterable[str]:
     same = (
         f".{name}"
         for name, value in kept.items()
-        if sharding_of(master.inner, name) == "elementwise" and _fits(value, master)
+        if sharding_of(master.inner, name) == "elementwise"
+        and value.shape == master.tensor.shape
+        and value.dim() > 0
     )
     return (MAIN, WEIGHT, *same)
-
-
-def _fits(tensor: torch.Tensor, master: Master) -> bool:
-    return tensor.shape == master.tensor.shape and tensor.dim() > 0
 
 
 def _start(part: Any, master: Master) -> int:
@@ -137,7 +135,7 @@ def _renamed(pieces: Iterable[Piece], prefix: str) -> tuple[Piece, ...]:
 # --- Tensors that Megatron's checkpoints do not hold as they are ----------------------------------
 #
 # The ``step`` that torch's optimizers keep for each parameter, and buffers that are not persistent.
-# Each lies beside a tensor that Megatron does describe: under its own global name, at the leading
+# Each belongs to a tensor that Megatron does describe: under its own global name, at the leading
 # indices (layer, expert) of the other.
 
 
@@ -166,7 +164,9 @@ def step_places(
 
 def _named(own: Sequence[Piece], prefix: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
     """One piece for each leading index, all of the same element: a parameter may hold experts."""
-    made = {_leading(piece): _beside(piece, prefix + piece.global_name, shape) for piece in own}
+    made = {
+        _leading(piece): _at_indices_of(piece, prefix + piece.global_name, shape) for piece in own
+    }
     return tuple(made.values())
 
 
@@ -189,19 +189,19 @@ def buffer_places(tensors: Mapping[str, torch.Tensor], pieces: Pieces) -> dict[s
 def _by_neighbour(name: str, shape: tuple[int, ...], pieces: Pieces) -> Piece | None:
     """The place of a tensor by that of another in the smallest module that holds both.
 
-    ``chunk0.decoder.layers.1.mlp.router.counter`` lies beside
+    ``chunk0.decoder.layers.1.mlp.router.counter`` belongs to
     ``chunk0.decoder.layers.1.mlp.router.weight``.
     """
     for scope in _scopes(name):
-        beside = [
+        neighbours = [
             (own[0], (f".{own[0].global_name}").removesuffix(other[len(scope) :]))
             for other, own in pieces.items()
             if other.startswith(f"{scope}.")
             and f".{own[0].global_name}".endswith(other[len(scope) :])
         ]
-        if beside:
-            piece, prefix = min(beside, key=lambda found: len(_leading(found[0])))
-            return _beside(piece, (prefix + name[len(scope) :]).removeprefix("."), shape)
+        if neighbours:
+            piece, prefix = min(neighbours, key=lambda found: len(_leading(found[0])))
+            return _at_indices_of(piece, (prefix + name[len(scope) :]).removeprefix("."), shape)
     inner = name.partition(".")[2]
     if any(part.isdigit() for part in inner.split(".")):
         return None  # Its layer would be known by a number of this rank's only.
@@ -219,7 +219,7 @@ def _leading(piece: Piece) -> tuple[int, ...]:
     return piece.global_offset[: len(piece.global_shape) - len(piece.shape)]
 
 
-def _beside(piece: Piece, name: str, shape: tuple[int, ...]) -> Piece:
+def _at_indices_of(piece: Piece, name: str, shape: tuple[int, ...]) -> Piece:
     """A whole tensor of ``shape`` at the leading indices of ``piece``."""
     leading = _leading(piece)
     return Piece(

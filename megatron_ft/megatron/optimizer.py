@@ -52,7 +52,7 @@ _GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"
 """Keys of releases that do not name them."""
 
 WEIGHT = ".weight_copy"
-"""Ends the names of low-precision weights that are captured beside their masters."""
+"""Ends the names of low-precision weights that are captured in addition to their masters."""
 
 
 class Master(NamedTuple):
@@ -130,9 +130,9 @@ def master_names(optimizer: Any, names: dict[int, str]) -> dict[str, str]:
     for link in layer_wise(optimizer):
         for name in ("dp_cp", "expt_dp"):
             if (group := getattr(link.pg_collection, name, None)) is not None:
-                told: list[Any] = [None] * group.size()
-                torch.distributed.all_gather_object(told, found, group=group)
-                found = {key: value for owned in told for key, value in owned.items()}
+                every: list[Any] = [None] * group.size()
+                torch.distributed.all_gather_object(every, found, group=group)
+                found = {key: value for owned in every for key, value in owned.items()}
     return found
 
 
@@ -155,11 +155,7 @@ def materialise(optimizer: Any) -> None:
             master_tensors.create_state(inner, group, parameter)
 
 
-def _nothing_more(inner: Any, group: Any, parameter: Any) -> dict[str, Any]:
-    return {}
-
-
-register_optimizer(MUON, create=_nothing_more, state=shared_out(["momentum_buffer"]))
+register_optimizer(MUON, create=lambda *_: {}, state=shared_out(["momentum_buffer"]))
 
 
 def group_scalars(optimizer: Any) -> list[list[dict[str, Any]]]:
@@ -184,7 +180,7 @@ def group_identity() -> tuple[str, ...]:
 
 
 def state_numbers(optimizer: Any) -> list[dict[int, dict[str, Any]]]:
-    """Numbers that inner optimizers keep beside tensors and groups, by the parameter's position.
+    """Values of inner optimizers that are neither tensors nor in groups, by parameter position.
 
     Most keep nothing: thousands of empty dicts would cost time at every snapshot.
     """
@@ -255,7 +251,7 @@ def derived(optimizer: Any, weights: Iterable[torch.Tensor]) -> list[torch.Tenso
 def gather_weights(model: Sequence[Any], optimizer: Any) -> None:
     """Send each data-parallel rank's updated weights to the others, and wait for theirs.
 
-    A collective; only where ``derive_weights`` says so, else all ranks update all weights.
+    A collective; only where ``derive_weights`` returned True, else all ranks update all weights.
     """
     unordered = [link for link in layer_wise(optimizer) if not link.use_buffer_param_sync]
     for link in unordered:

@@ -1,4 +1,4 @@
-"""Megatron's own checkpoints beside snapshots: saves missed ones, notes one to resume from.
+"""Megatron's own checkpoints in a run with snapshots: saves missed ones, notes one to resume from.
 
 A snapshot is taken before Megatron saves, so an incarnation may resume from the very iteration
 whose checkpoint its predecessor did not finish, and pass no end of that iteration any more.  That
@@ -29,7 +29,7 @@ SAVING_NOTE = ".megatron-ft-saving"
 def is_missed(args: Any) -> bool:
     """True if the restored iteration's checkpoint is due, missing, and to be saved now.
 
-    Collective: the first rank looks, and notes that it is tried.  That is done once, save for the
+    Collective: the first rank checks, and notes that it is tried.  That is done once, save for the
     last iteration: a disk that takes no checkpoint must not keep training from continuing.
     """
     from torch import distributed

@@ -30,13 +30,13 @@ def install(run_resilient: RunResilient) -> None:
     from megatron.training import training
 
     wrap(training, "pretrain", partial(_resilient, run_resilient))
-    # The package has it by name too, and may be in the midst of its own import.
+    # The package has it by name too, and may not have finished its own import.
     sys.modules[training.__package__].pretrain = training.pretrain  # type: ignore[attr-defined]
 
 
 def _resilient(run_resilient: RunResilient, original: Function) -> Function:
     def pretrain(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import global_vars
+        from megatron.training import global_vars, training
 
         if (outer := RestartClient.current) is not None:
             # A run_resilient of the script: it would enter again with the variables of this run.
@@ -65,19 +65,14 @@ def _resilient(run_resilient: RunResilient, original: Function) -> Function:
 
             def note() -> None:
                 packages = [PackageState(name) for name in ("megatron", "transformer_engine")]
-                reset = partial(_reset, packages, _startup_times())
+                times = dict(getattr(training, "_STARTUP_TIMESTAMPS", {}))
+                reset = partial(_reset, packages, times)
                 registered.callback(on_teardown(reset))
 
             registered.callback(on_entry(note))
             return run_resilient(enter)
 
     return pretrain
-
-
-def _startup_times() -> dict[str, Any]:
-    from megatron.training import training
-
-    return dict(getattr(training, "_STARTUP_TIMESTAMPS", {}))
 
 
 def _reset(before: list[PackageState], times: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ states are kept while the numbers of tensor and pipeline ranks are; the rerun ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_ft.core.errors import LayoutMismatchError
@@ -127,7 +127,7 @@ def _require_usable(own: Objects, old: Sequence[Origin]) -> None:
             )
         if any(objects["numbers"]) or any(own["numbers"]):
             raise LayoutMismatchError(
-                f"the optimizer keeps numbers for single parameters beside tensors: {_ADVICE}"
+                f"the optimizer keeps numbers for single parameters: {_ADVICE}"
             )
 
 
@@ -137,7 +137,7 @@ def _groups(
     """The scalars of old parameter groups in the order of ``own``.
 
     Without expert parallelism experts are in the groups of all other parameters, so a group that
-    is found under no name is looked for without that key.  FusedAdam counts no steps in groups
+    that has no counterpart is searched for without that key.  FusedAdam counts no steps in groups
     without parameters on its rank, so that all groups get the highest (as of Megatron's
     ``_synchronize_steps``, all that have parameters have the same).
     """
@@ -155,14 +155,16 @@ def _groups(
                     f"no old shard has a parameter group with {_key(group, identity)}; the groups "
                     f"are told apart by {', '.join(identity)}: {_ADVICE}"
                 )
-        pairs = zip(part, found, strict=True)
-        kept = [{**(values or {}), **_only(group, (_EXPERT,)), **step} for group, values in pairs]
+        kept = []
+        for group, values in zip(part, found, strict=True):
+            expert = {_EXPERT: group[_EXPERT]} if _EXPERT in group else {}
+            kept.append({**(values or {}), **expert, **step})
         made.append(kept)
     return made
 
 
 def _by_key(groups: Sequence[Group], identity: Sequence[str]) -> Callable[[Group], Group | None]:
-    """A function that finds the group with the key of another; None if there is none.
+    """A function that finds the group with the key of another, or returns None.
 
     LayoutMismatchError if several differ in more than ``is_expert_parallel`` and the step.
     """
@@ -184,10 +186,6 @@ def _by_key(groups: Sequence[Group], identity: Sequence[str]) -> Callable[[Group
 def _key(group: Group, identity: Sequence[str]) -> list[Any]:
     """As Megatron's ``_filter_and_reorder_param_groups``; some releases put ``pre_`` before."""
     return [group.get(name, group.get(f"pre_{name}")) for name in identity]
-
-
-def _only(group: Group, names: Collection[str]) -> Group:
-    return {name: group[name] for name in names if name in group}
 
 
 def _scalers(own: Sequence[Any], old: Sequence[Origin]) -> list[Any]:

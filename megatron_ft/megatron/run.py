@@ -121,7 +121,7 @@ class SnapshotRun:
         ConfigError if a loader of the user's own cannot say where it stands.
         """
         assert self._state is not None, "attach comes first"
-        self._state.begin(training["train_data_iterator"])
+        self._state.training_begins(training["train_data_iterator"])
         self._reached = self._args.iteration
         if self._from_memory and own_checkpoints.is_missed(self._args):
             _print_rank_0(f" the checkpoint of iteration {self._args.iteration} was not finished")

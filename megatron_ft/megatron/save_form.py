@@ -68,15 +68,12 @@ def build(model: Sequence[Any], optimizer: Any, scheduler: Any, args: Any) -> Sa
             rerun_state=get_rerun_state_machine().state_dict(None, FORMAT),
         )
         apply_factories(form.tree)
-        _forget_random_states(form.tree)
+        if "rng_state" in form.tree:
+            # Only how many ranks' states there are: each snapshot has its own, and they are large.
+            states = form.tree["rng_state"]
+            states.data = [None] * len(states.data)
         form.content_metadata = _clean_metadata_for_serialization(metadata)
     return form
-
-
-def _forget_random_states(tree: dict[str, Any]) -> None:
-    """Keep how many ranks' states there are: each snapshot has its own, and they are large."""
-    if "rng_state" in tree:
-        tree["rng_state"].data = [None] * len(tree["rng_state"].data)
 
 
 @contextmanager
@@ -106,13 +103,13 @@ def _without_gathering(part: Any, gathered: dict[int, tuple[Any, str]]) -> Itera
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for index, ranges in enumerate(part.gbuf_ranges):
             buffer = part.buffers[index]
-            world = {
+            full = {
                 kind: torch.empty(buffer.numel_unpadded, dtype=torch.float32, device="meta")
                 for kind in kinds
             }
-            for kind, tensor in world.items():
+            for kind, tensor in full.items():
                 gathered[meta_key(tensor)] = (buffer, kind)
-            state[index] = {dtype: dict(world) for dtype in ranges}
+            state[index] = {dtype: dict(full) for dtype in ranges}
         return state
 
     part.get_parameter_state_dp_zero = describe
@@ -123,7 +120,7 @@ def _without_gathering(part: Any, gathered: dict[int, tuple[Any, str]]) -> Itera
 
 
 def meta_key(tensor: torch.Tensor) -> int:
-    """Identity of the storage that a meta tensor pretends to look into."""
+    """Identity of the storage that a meta tensor claims to be a view of."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -245,7 +245,7 @@ class MegatronState(FrameworkState):
         overriding = getattr(self._args, "override_opt_param_scheduler", False)
         return optimizers.SCHEDULED if overriding else ()
 
-    def begin(self, data_iterator: Any) -> None:
+    def training_begins(self, data_iterator: Any) -> None:
         """The data iterators exist: training begins.
 
         Sets what could not be set before, and the generators again: Megatron builds its

@@ -1,4 +1,4 @@
-"""Parts of Megatron's training state beside the optimizer's: captured, restored, and checked.
+"""Parts of Megatron's training state outside the optimizer: captured, restored, and checked.
 
 - Counters on Megatron's arguments, the schedule, and the rerun machine.
 - Arguments that must not change between incarnations, though every tensor would still fit:
@@ -118,7 +118,7 @@ class ChangedArguments:
         if list(self._known) != list(now):
             # In the order of now; what was not there then is known as something equal to nothing.
             self._known = {name: self._known.get(name, self) for name in now}
-        # Hundreds of arguments, nearly all the very objects that they were: not looked at in turn.
+        # Hundreds of arguments, nearly all the very objects that they were: compared in C.
         others = compress(now.items(), map(is_not, now.values(), self._known.values()))
         return {
             name: value
@@ -166,7 +166,7 @@ def is_external(args: Any) -> bool:
 
 
 def reservation() -> bytes:
-    """Stands for the state while there is no loader, so that it will find room."""
+    """Stands for the state of a loader that does not exist yet, to reserve its room."""
     return bytes(RESERVED_BYTES)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
-from megatron_ft.trainer.manager import SnapshotManager, number
+from megatron_ft.trainer.manager import SnapshotManager, env_int
 from megatron_ft.trainer.mapping import MappingState
 from megatron_ft.trainer.prepared_loader import watch
 from megatron_ft.trainer.resumable_loader import positions, registered, set_positions
@@ -207,7 +207,7 @@ _UNSUPPORTED = {
 def unsupported(accelerator: Any) -> str:
     """Reason why snapshots cannot hold an Accelerator's state, and a remedy; '' if they can."""
     kind = accelerator.distributed_type.value
-    if kind == "NO" and number("WORLD_SIZE", 1) > 1:
+    if kind == "NO" and env_int("WORLD_SIZE", 1) > 1:
         return (
             "Accelerate takes each rank for a job of its own, because it found no device for it: "
             "on CPUs set Accelerator(cpu=True) or ACCELERATE_USE_CPU=true"

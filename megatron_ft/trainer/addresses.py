@@ -1,4 +1,4 @@
-"""Addresses of tensors: finds the named tensor that a view looks into, or that has no memory."""
+"""Addresses of tensors: finds the named tensor whose memory a view shows."""
 
 from __future__ import annotations
 

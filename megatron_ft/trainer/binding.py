@@ -153,7 +153,7 @@ class LayoutBinding:
         """The reason why the live tensors no longer fit the layout; empty if they fit so far.
 
         Compares the names, and all of those that are read at the boundary.  The others are
-        compared when they are bound: to look at thousands would hold training for a millisecond.
+        compared when they are bound: a check of thousands would hold training for a millisecond.
         What was found then is the answer from there on.
         """
         if self._changed:

@@ -49,7 +49,7 @@ class CallRecorder:
         self._groups: dict[Any, list[Any]] = {}
         self._number = 0
 
-    def begin(self, file: PulseFile | None) -> None:
+    def record_to(self, file: PulseFile | None) -> None:
         """Record in ``file`` from now on; sequences begin anew, as they do in new processes."""
         if file is not None and dist.is_available():
             for name in (*COLLECTIVES, *BETWEEN_TWO):
@@ -59,7 +59,7 @@ class CallRecorder:
 
     def recording(self, name: str, function: Function) -> Function:
         """The function with a record of each call: one flat closure, as it costs each call."""
-        step, word, groups = int(name in COLLECTIVES), name.encode(), self._groups
+        step, label, groups = int(name in COLLECTIVES), name.encode(), self._groups
         pack, leave, now, kind = CALL.pack_into, CALL_LEFT.pack_into, time.monotonic, _GROUP
         first, records, length, left_at = FILE_BYTES, CALLS, CALL.size, CALL_LEFT_AT
 
@@ -78,10 +78,10 @@ class CallRecorder:
                 at = first + number % records * length
                 size = getattr(arguments[0], "nbytes", -1) if arguments else -1
                 before, memory, entered = file.iteration, file.memory, now()
-                pack(memory, at, number, count * step, size, before, entered, 0.0, word, known[0])
+                pack(memory, at, number, count * step, size, before, entered, 0.0, label, known[0])
                 place = at + left_at
             except Exception:
-                # Tensors without memory, groups of other kinds: no call fails of being recorded.
+                # Tensors without memory, groups of other kinds: a record that fails costs no call.
                 place = 0
             try:
                 return function(*arguments, **named)

@@ -57,7 +57,7 @@ def require_covered(
 ) -> None:
     """ConfigError that names the first tensor of ``held`` that lies in no ``captured`` memory.
 
-    Names that match a pattern of ``left_out`` are not looked at.
+    Names that match a pattern of ``left_out`` are not checked.
     """
     named, known, patterns = list(held), set(places(captured)), tuple(left_out)
     found = zip(named, places(tensor for _, tensor in named), strict=True)

@@ -1,4 +1,4 @@
-"""One pass over a state mapping: which tensors it holds, by name, and what lies beside them."""
+"""One pass over a state mapping: its tensors by name, and the structures that hold them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NamedTensors:
     """The tensors of some tables, by name: ``lazy`` ones and those of the ``boundary``.
 
     ``handles`` gives the user's own object (a DTensor, not its local shard), and ``all_plain`` says
-    that they are no subclasses.
+    that none is of a subclass.
     """
 
     def __init__(self, lazy: list[Tensors], boundary: list[Tensors]) -> None:
@@ -100,10 +100,10 @@ class PlainTensors:
 class Enumeration:
     """One pass over the entries of a state mapping, in which what is known stands for its object.
 
-    Lazily copied: parameters of modules, everything of optimizers, plain tensors that are no
+    Lazily copied: parameters of modules, everything of optimizers, plain tensors that are not
     counters.  At the boundary: buffers, and whatever else has a state_dict.  ``structures`` holds,
-    per name of the mapping, what has to be encoded beside the tensors, with the ``inlined`` small
-    ones in it.
+    per name of the mapping, what has to be encoded with the tensors, the ``inlined`` small ones
+    in it.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Enumeration:
             self._put(found.long, found.short)
 
     def _module(self, name: str, module: ModuleState) -> None:
-        """A structure is kept only of what is none of the module's own tensors."""
+        """Add its own tensors; of what else its state_dict gives, the structure is kept."""
         module.refresh()
         self._put(module.parameters, module.buffers)
         if module.more:

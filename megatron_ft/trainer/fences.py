@@ -1,8 +1,8 @@
 """The fences of a process: every optimizer passes one before it steps, without being registered.
 
 torch calls a hook of ours before the step of any of its optimizers: also of one that is made later,
-that replaces another, or that is not in the state.  An object of the state that is no optimizer of
-torch, and takes such hooks itself, is given one at each capture.
+that replaces another, or that is not in the state.  An object of the state that takes such hooks
+itself, and is not an optimizer of torch, is given one at each capture.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class _Memory:
         self._book = AddressBook(named)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True also for the very tensor, if nothing can be said of where it lies."""
+        """True also for the very tensor, if its memory has no address."""
         if places([tensor])[0] in self._places:
             return True
         local = local_tensor(tensor)
@@ -57,7 +57,7 @@ def derived_of(
 
 
 def in_groups(optimizer: Any) -> list[torch.Tensor]:
-    """Tensors of its groups beside parameters, such as rates: they are among the small objects."""
+    """Tensors of its groups other than parameters, such as rates: they are small objects."""
     groups = [{k: v for k, v in one.items() if k != "params"} for one in optimizer.param_groups]
     return [tensor for _, tensor in tensors_in("", groups)]
 

@@ -49,7 +49,7 @@ def _is_of_optimizer(value: Any) -> bool:
 
 
 def _is_of_module(value: Any) -> bool:
-    """True for what torch's ``state_dict`` makes, which keeps versions beside the tensors."""
+    """True for what torch's ``state_dict`` makes, which keeps versions of modules."""
     return isinstance(value, Mapping) and hasattr(value, "_metadata")
 
 

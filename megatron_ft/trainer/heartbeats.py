@@ -1,7 +1,7 @@
-"""The trainer's part of the watch: it passes marks, a thread beats, a signal writes stacks.
+"""The trainer's part of the watch: marks of its progress, a thread that beats, stacks on a signal.
 
-All of it is stored in a page that the SMP of the node reads.  Beside the marks the page says when
-the first iteration ended and how long iterations take.
+All of it is stored in a page that the SMP of the node reads.  It also holds when the
+first iteration ended and how long iterations take.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class TrainerWatch:
         self._dumps = -1
 
     @classmethod
-    def begin(cls, environment: ProcessEnvironment, rank: int) -> TrainerWatch:
+    def start(cls, environment: ProcessEnvironment, rank: int) -> TrainerWatch:
         """Watch this process; where that cannot be, training continues without it."""
         try:
             file = PulseFile(pulse_path(environment.node_dir, os.getpid()))

@@ -59,7 +59,7 @@ class PlainLayout(NamedTuple):
 
     def table(self, live: Live) -> TensorTable | None:
         """Its tensors with their addresses first, if ``live`` are these and a copy of bytes fills
-        them; None if something differs, or only planning can tell.
+        them; None if something differs, or only a plan can find out.
         """
         if live.keys() != {*self.names}:
             return None

@@ -177,8 +177,8 @@ def _marked_backend(group: Any) -> Any:
 def _shut_connections(kept: frozenset[int], how: int) -> None:
     """Shut down all TCP connections of this process but those in ``kept``.
 
-    Those of its gloo groups and stores are among them, and cannot be told from others.  Nobody
-    needs the others any more: they were opened by the training function that ends.
+    Those of its gloo groups and stores are among them, and cannot be distinguished from others.
+    The others are not needed any more: the training function that ends has opened them.
     """
     for descriptor, inode in _tcp_sockets():
         if inode not in kept:
@@ -197,9 +197,6 @@ def _tcp_sockets() -> Iterator[tuple[int, int]]:
             with socket.socket(fileno=os.dup(int(name))) as connection:
                 tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
                 streams = connection.type == socket.SOCK_STREAM
-                if tcp and streams and not _listens(connection):
+                listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if tcp and streams and not listens:
                     yield int(name), os.fstat(connection.fileno()).st_ino
-
-
-def _listens(connection: socket.socket) -> bool:
-    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))

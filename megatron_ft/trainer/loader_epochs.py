@@ -17,13 +17,13 @@ class EpochNumbers:
         self._numbered = [one for one in numbered if callable(getattr(one, "set_epoch", None))]
         self._set = [one.set_epoch for one in self._numbered]
         self._true: list[int | None] = [getattr(one, "epoch", None) for one in self._numbered]
-        self._said = self.current()
+        self._by_script = self.current()
         self._offset = [0] * len(self._numbered)
         for index, one in enumerate(self._numbered):
             one.set_epoch = _Listening(self, index, one)
 
-    def said(self, index: int, epoch: int) -> None:
-        self._said[index] = epoch
+    def script_set(self, index: int, epoch: int) -> None:
+        self._by_script[index] = epoch
         self._true[index] = epoch + self._offset[index]
         self._set[index](epoch + self._offset[index])
 
@@ -46,15 +46,15 @@ class EpochNumbers:
     def resume(self, epochs: Sequence[int | None]) -> None:
         """Continue in these epochs, whatever number the script has for them."""
         for index, epoch in enumerate(epochs[: len(self._numbered)]):
-            said = self._said[index]
-            if epoch is not None and said is not None:
-                self._offset[index] = epoch - said
+            given = self._by_script[index]
+            if epoch is not None and given is not None:
+                self._offset[index] = epoch - given
         self.set(epochs)
 
     def asks_for_next(self, epochs: Sequence[int | None]) -> bool:
         """True if the script has set the numbers that follow these."""
-        pairs = [pair for pair in zip(epochs, self._said, strict=False) if pair[0] is not None]
-        return bool(pairs) and all(said == (epoch or 0) + 1 for epoch, said in pairs)
+        pairs = [pair for pair in zip(epochs, self._by_script, strict=False) if pair[0] is not None]
+        return bool(pairs) and all(given == (epoch or 0) + 1 for epoch, given in pairs)
 
 
 class _Listening:
@@ -64,7 +64,7 @@ class _Listening:
         self._numbers, self._index, self._owner = numbers, index, owner
 
     def __call__(self, epoch: int) -> None:
-        self._numbers.said(self._index, epoch)
+        self._numbers.script_set(self._index, epoch)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._owner, "set_epoch")

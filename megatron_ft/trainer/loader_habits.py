@@ -33,7 +33,7 @@ class Clock:
 def readers(iterators: Iterable[Any]) -> set[type]:
     """Classes of the iterators that read these, themselves or through others.
 
-    Looks at all objects of the process, once or twice.
+    Examines all objects of the process, up to MOST_CARRIERS times.
     """
     kinds = set[type]()
     found = [one for one in iterators if one is not None]
@@ -57,7 +57,7 @@ class ReadingPace:
         self._before: int | None = None
 
     def iteration_ended(self, batches: int, *, whole: bool) -> None:
-        """So many batches were read in it; not ``whole`` if a pass ended there."""
+        """Note the ``batches`` that were read in it; not ``whole`` if a pass ended there."""
         if self._first is None:
             self._first = batches if whole else 0
         elif whole and (len(self._later) < 2 or self._later[-1] != batches):
@@ -95,7 +95,7 @@ class Reading:
     def begins(self, iterator: Any) -> None:
         self._iterators.add(iterator)
 
-    def took(self) -> None:
+    def count_batch(self) -> None:
         self._given += 1
 
     def alternates(self, one: Any, other: Any) -> None:

@@ -1,4 +1,4 @@
-"""Everything that decides the order of a pass over the data, beside the process's generators.
+"""Everything but the process's generators that decides the order of a pass over the data.
 
 A loader, its samplers and its data set may own generators, count their passes, or have a
 ``state_dict``.  All of it is read when a pass begins, and set again before the pass is repeated.
@@ -69,10 +69,14 @@ class OwnState:
             if isinstance(one, _GENERATORS):
                 if all(one is not other for other in shared):
                     self._generators[path] = getattr(one, "bit_generator", one)
-            elif _gives_items(type(one)) and not isinstance(one, DataLoader):
+                continue
+            kind = type(one)
+            gives_items = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
+            if gives_items and not isinstance(one, DataLoader):
                 if one is not self._loader and _has_methods(one, "state_dict", "load_state_dict"):
                     self._holders[path] = one
-                if _is_own(type(one)):
+                # Samplers and data sets of the user's own may count their passes.
+                if kind.__module__.partition(".")[0] not in _LIBRARIES:
                     self._counting[path] = one
 
     def moment(self) -> dict[str, Any]:
@@ -236,15 +240,6 @@ def _of_function(function: Any) -> list[tuple[str, Any]]:
 
 def _has_methods(one: Any, *names: str) -> bool:
     return all(callable(getattr(type(one), name, None)) for name in names)
-
-
-def _gives_items(kind: type) -> bool:
-    return hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
-
-
-def _is_own(kind: type) -> bool:
-    """True for the user's own classes: their samplers and data sets may count their passes."""
-    return kind.__module__.partition(".")[0] not in _LIBRARIES
 
 
 def _bulk(value: Any) -> Any:

@@ -94,7 +94,7 @@ class LoaderPosition:
     def _numbered(self) -> list[Any]:
         return numbered(self.loader)
 
-    def begin(self) -> Iterator[Any]:
+    def new_pass(self) -> Iterator[Any]:
         """A new pass over the data, or the rest of the one that a restore brought back."""
         self._first_epochs = self._first_epochs or self._epochs.current()
         self._at = self._open()
@@ -116,7 +116,7 @@ class LoaderPosition:
                 if batch is END:
                     one.finished = True
                     return
-                self._took(one, batch)
+                self._handed_out(one, batch)
                 yield batch
         finally:
             # Also when the training loop has dropped it: nobody will continue it.  At the end of
@@ -130,20 +130,20 @@ class LoaderPosition:
                 return next(one.batches, END)
             return self._draws.next(one.batches)
 
-    def _took(self, one: Pass, batch: Any) -> None:
+    def _handed_out(self, one: Pass, batch: Any) -> None:
         newer = self._at
         if newer is not one and newer in self._live and newer is not None and newer.consumed:
             self._reading.alternates(one, newer)
         self._at = one
         one.consumed += 1
-        self._reading.took()
+        self._reading.count_batch()
         Clock.read = one.read_in = Clock.ended
         one.thread = threading.get_ident()
-        one.trace.took(batch)
+        one.trace.add(batch)
         if one.trace.value is None and one.consumed == 1:
             # It does not read its sampler, as some subclasses.
             self._sampler, one.trace = "", BatchTrace()
-            one.trace.took(batch)
+            one.trace.add(batch)
 
     def _over(self, one: Pass) -> None:
         self._live.remove(one)
@@ -158,8 +158,8 @@ class LoaderPosition:
         # A zip() leaves a loader where another one ends.
         others_end = Clock.finished >= Clock.ended or self._is_last(one.consumed)
         consumed = None if one.place is None else one.place["consumed"]
-        looked = consumed is not None and one.consumed == consumed + 1
-        if looked and Clock.runs and one.began_in == Clock.ended and not back and not others_end:
+        read_one = consumed is not None and one.consumed == consumed + 1
+        if read_one and Clock.runs and one.began_in == Clock.ended and not back and not others_end:
             logger.warning(
                 "%s: a pass that continued behind batch %d was left before the first save: the "
                 "next one continues there. Read before load() what is not trained on",
@@ -187,7 +187,7 @@ class LoaderPosition:
         else:
             one = self._replayed(place)
         one.began_in = Clock.ended
-        self._draws.begin()
+        self._draws.new_pass()
         return one
 
     def _next_is_asked_for(self, place: Mapping[str, Any]) -> bool:
@@ -239,10 +239,10 @@ class LoaderPosition:
         with self._tracing(trace, place, reads > 0 or not self.reads_ahead):
             batches = iter(self.loader)
             for batch in first(batches, reads):
-                trace.took(batch)
+                trace.add(batch)
         if skips and consumed and isinstance(trace, TracedSampler):
             # As before: torch draws a seed for workers, and then the sampler its order.
-            trace.begin()
+            trace.start()
             if not workers_of(self.loader):
                 # Skipped samples were not read, and draws of the data set were left out.
                 self._own.set(place["now"])

@@ -20,14 +20,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from megatron_ft.trainer.state import drawn
 
 SAMPLED = 256
-"""Elements of a tensor that a trace looks at, at most."""
+"""Most elements of a tensor that a trace reads."""
 
 END = object()
 """Stands for the item behind the last one."""
 
 
 def first(batches: Iterator[Any], count: int) -> Iterator[Any]:
-    """So many batches; islice would call iter(), with which DeepSpeed's loader begins anew."""
+    """The first ``count``; islice would call iter(), at which DeepSpeed's loader restarts."""
     for _ in range(count):
         if (batch := next(batches, END)) is END:
             return
@@ -45,7 +45,7 @@ class SharedDraws:
         self._left: Any = None
         self.draws = self.others = False
 
-    def begin(self) -> None:
+    def new_pass(self) -> None:
         self._left = None
 
     def next(self, items: Iterator[Any]) -> Any:
@@ -66,7 +66,7 @@ class BatchTrace:
     def __init__(self, value: int | None = 0) -> None:
         self.value = value
 
-    def took(self, batch: Any) -> None:
+    def add(self, batch: Any) -> None:
         self.value = _traced(batch, self.value or 0)
 
 
@@ -89,13 +89,13 @@ class TracedSampler:
         if self._is_read:
             yield from self.traced
             return
-        self._is_read, rest = True, self.begin()
+        self._is_read, rest = True, self.start()
         while (item := self._draws.next(rest) if self._draws else next(rest, END)) is not END:
             self._newest = _traced(item, self._newest)
             self._ahead.append(self._newest)
             yield item
 
-    def begin(self) -> Iterator[Any]:
+    def start(self) -> Iterator[Any]:
         """The items that are not dropped; workers may have asked for the first of them."""
         if self._rest is None:
             self._rest = iter(self.traced)
@@ -104,7 +104,7 @@ class TracedSampler:
             self.value = self._newest
         return self._rest
 
-    def took(self, _batch: Any) -> None:
+    def add(self, _batch: Any) -> None:
         if not self._ahead:
             self.value = None  # the loader does not read this sampler
         for _ in range(min(self._each, len(self._ahead))):

@@ -41,18 +41,18 @@ from megatron_ft.trainer.usage import ManagersOfProcess, StepThread, iteration_n
 logger = logging.getLogger(__name__)
 
 
-def number(name: str, default: int) -> int:
+def env_int(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
 
 
 def connect(rank: int) -> TrainerClient:
     """The connection to the node's SMP; NotUnderSupervisorError if there is no supervisor."""
-    return TrainerClient(ProcessEnvironment.from_env(), rank, number("LOCAL_RANK", 0))
+    return TrainerClient(ProcessEnvironment.from_env(), rank, env_int("LOCAL_RANK", 0))
 
 
 def watch(rank: int) -> TrainerWatch:
     """The watch of this process; errors as ``connect``."""
-    return TrainerWatch.begin(ProcessEnvironment.from_env(), rank)
+    return TrainerWatch.start(ProcessEnvironment.from_env(), rank)
 
 
 class _Registered(NamedTuple):
@@ -67,7 +67,7 @@ def note_imports() -> None:
 
     A start that is slower is all that follows where it cannot be written.
     """
-    if number("LOCAL_RANK", 0) == 0 and NODE_DIR in os.environ:
+    if env_int("LOCAL_RANK", 0) == 0 and NODE_DIR in os.environ:
         with suppress(OSError, MegatronFTError):
             names = json.dumps(list(sys.modules)).encode()
             private_files.rewrite_file(Path(os.environ[NODE_DIR], IMPORTS_NAME), names)
@@ -109,7 +109,8 @@ class SnapshotManager:
     iteration (it captures only where the job agreed to, and skips otherwise); ``close``.
     Optimizers of torch wait for a running copy by themselves; what else changes captured tensors
     does so inside ``fence()``.
-    With ``last``, the iteration with which training ends, an earlier end is no end: see ``close``.
+    ``last`` is the iteration with which training ends.  After an earlier end the job is not
+    finished: see ``close``.
     All calls come from the training thread.  After start-up, which ends with the first ``save``,
     no call raises because of a snapshot: what fails is warned of, counted in ``stats`` and
     reported to the SMP.
@@ -152,11 +153,11 @@ class SnapshotManager:
         if client is None:
             _managers.require_first([manager.shard_id for manager in _open])
         self.config = config or SnapshotConfig.from_env()
-        self.rank = number("RANK", 0) if rank is None else rank
+        self.rank = env_int("RANK", 0) if rank is None else rank
         self.shard_id: str = shard_id or make_shard_id(dp=self.rank)
         self.stats = CaptureStats()
         self.watch = TrainerWatch(None, self.rank) if client else watch(self.rank)
-        RECORDER.begin(self.watch.file)
+        RECORDER.record_to(self.watch.file)
         self._client = client or connect(self.rank)
         self._copier, self._rank_rule = copier, rank_rule
         self._adapt = StateAdapter(replicated, leave_out)
@@ -275,8 +276,8 @@ class SnapshotManager:
         """Say that ``iteration`` has ended, and capture it if the job permits; returns at once.
 
         Call it at every iteration boundary, on all ranks, in the thread that steps the optimizer.
-        Numbers may rise by any step that stays the same.  Raises UsageError for what is no number,
-        and what ``prepare`` raises, in the first call only.
+        Numbers may rise by any step that stays the same.  The first call alone raises: UsageError
+        for a wrong number, and what ``prepare`` raises.
         """
         if not self._saved:
             iteration = iteration_number(iteration)
@@ -331,8 +332,8 @@ class SnapshotManager:
         """Let go of the tensors that were captured, so that their memory can be given back.
 
         For calls that free it or replace them (offloading, for one): before such a call, inside
-        ``fence()``.  Waits for a running copy, as a fence does, and is no fence itself.  What a
-        TrainingState remembers is its own to let go of.
+        ``fence()``.  Waits for a running copy, as a fence does, but does not count as one.  A
+        TrainingState lets go of its own references itself.
         """
         self._capture.let_go()
         self._adapt.forget_tensors()
@@ -357,7 +358,7 @@ class SnapshotManager:
         if not at_once:
             self.say_end(finished)
         self._fences.close()
-        RECORDER.begin(None)
+        RECORDER.record_to(None)
         self.watch.close()
         if self._saved and self in _open:
             _managers.closed(self.shard_id)

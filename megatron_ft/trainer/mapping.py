@@ -26,7 +26,6 @@ from megatron_ft.trainer.coverage import (
     held_by_optimizer,
     require_covered,
 )
-from megatron_ft.trainer.dtensor_places import dtensor_places
 from megatron_ft.trainer.enumeration import Enumeration, NamedTensors, PlainTensors
 from megatron_ft.trainer.forms import check_forms
 from megatron_ft.trainer.in_place import filled
@@ -34,7 +33,7 @@ from megatron_ft.trainer.module_state import ModuleState
 from megatron_ft.trainer.nested import is_optimizer, is_stateful
 from megatron_ft.trainer.optimizer_content import OptimizerState
 from megatron_ft.trainer.optimizer_load import exact_loads, load_optimizer, parameters
-from megatron_ft.trainer.optimizer_places import StatePlaces, has_device
+from megatron_ft.trainer.placements import StatePlaces, dtensor_places, has_device
 from megatron_ft.trainer.plan import check_kinds
 from megatron_ft.trainer.replicas import groups_of_wrapped
 from megatron_ft.trainer.state import Lost, RngState, TrainingState
@@ -122,7 +121,7 @@ class MappingState:
     def require_ready(self) -> None:
         """ConfigError, before training, that names what cannot be captured or filled.
 
-        Objects of other classes are not asked yet: a ``state_dict`` may change what it looks at, as
+        Objects of other classes are not asked yet: a ``state_dict`` may change its object, as
         that of an optimizer by ``get_optimizer_state_dict`` makes its first step.
         """
         every = self._entries()
@@ -140,7 +139,7 @@ class MappingState:
     def derived(self) -> dict[str, torch.Tensor]:
         return {}
 
-    def beside(self) -> Lost:
+    def restart_losses(self) -> Lost:
         """Objects with training state in this process that are in no entry of the mapping."""
         found = uncaptured(self._state, self._captured(self._current()), self._leave_out)
         advice = "put these objects into the state mapping, or name their classes in leave_out"
@@ -380,16 +379,16 @@ def _may_train(value: Any) -> bool:
 def _taken_from(tensors: Mapping[str, torch.Tensor]) -> Callable[[Any], Any]:
     """A function that gives the tensor for a stored name, and what was stored in columns."""
 
-    def take(stored: Any) -> Any:
+    def tensor_for(stored: Any) -> Any:
         if isinstance(stored, tuple):
             numbers, lengths, keys, names = stored
-            pairs = zip(keys, map(take, names), strict=True)
+            pairs = zip(keys, map(tensor_for, names), strict=True)
             return {n: dict(islice(pairs, k)) for n, k in zip(numbers, lengths, strict=True)}
         if stored not in tensors:
             raise LayoutMismatchError(f"the small objects refer to {stored}, which was not stored")
         return tensors[stored]
 
-    return take
+    return tensor_for
 
 
 State = Mapping[str, Any] | TrainingState

@@ -67,7 +67,7 @@ def state_tensors(inner: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor
 
 
 def state_numbers(inner: Any, parameter: torch.Tensor) -> dict[str, Any]:
-    """Values that the optimizer keeps for one parameter beside tensors; mostly none."""
+    """Values other than tensors that the optimizer keeps for one parameter; mostly none."""
     state = inner.state[parameter]
     return {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
 
@@ -173,7 +173,7 @@ class MasterTensors:
         return found
 
     def numbers(self) -> dict[str, dict[str, Any]]:
-        """Values that are kept beside tensors, by the master's name, where there are any.
+        """Values other than tensors that are kept, by the master's name, where there are any.
 
         As of now; which ones these are was seen by the last ``tensors()``.
         """

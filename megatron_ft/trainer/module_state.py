@@ -2,7 +2,7 @@
 
 What trains is found in the module itself: a ``state_dict`` may give copies (hooks that clone, cast
 or gather), other names, or less (buffers that are not persistent).  It is asked for the rest alone:
-extra state, and what overriding methods and hooks put beside the module's own tensors.
+extra state, and what overriding methods and hooks add to the module's own tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from megatron_ft.core.errors import ConfigError, LayoutMismatchError
 from megatron_ft.trainer.coverage import matches, places
-from megatron_ft.trainer.module_tree import ModuleTree, load_extra_states, load_trained, trained
+from megatron_ft.trainer.module_tree import ModuleTree, load_trained, trained
 
 _EXTRA = "_extra_state"
 """Its name in a ``state_dict`` of torch, behind the path of its module."""
@@ -61,7 +61,7 @@ class ModuleState:
             self.left_out = {n: t for n, t in every.items() if matches(n, self._patterns)}
             self.parameters = self._without(self.parameters)
             self.buffers = self._without(self.buffers)
-        self.more = self._beside(content) if content else {}
+        self.more = self._additions(content) if content else {}
 
     @property
     def is_stock(self) -> bool:
@@ -88,7 +88,7 @@ class ModuleState:
                 )
         return _state_dict(self.module)
 
-    def _beside(self, content: Mapping[str, Any]) -> dict[str, Any]:
+    def _additions(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """The rest of a ``state_dict``: no tensor of the module's own, nor a copy of one by name.
 
         Of another name it counts as one if it shows the same memory.
@@ -135,8 +135,10 @@ class ModuleState:
     def load(self, more: Mapping[str, Any]) -> None:
         """Hand the module what ``more`` was; its own tensors have been filled."""
         extra = {f"{self._begin}{key}": value for key, value in more.items() if _is_extra(key)}
-        keeping = [(_extra_key(name), module) for name, module in self._tree.keeping]
-        load_extra_states(keeping, extra)
+        for name, module in self._tree.keeping:
+            key = f"{name}{_EXTRA}" if name == self._begin else f"{name}.{_EXTRA}"
+            if key in extra:
+                module.set_extra_state(extra[key])
         rest = {key: value for key, value in more.items() if not _is_extra(key)}
         if not rest:
             return
@@ -165,10 +167,6 @@ def _is_stock_class(kind: type) -> bool:
 
 def _is_extra(key: str) -> bool:
     return key == _EXTRA or key.endswith(f".{_EXTRA}")
-
-
-def _extra_key(name: str) -> str:
-    return f"{name}{_EXTRA}" if name.endswith("/") else f"{name}.{_EXTRA}"
 
 
 def _state_dict(module: torch.nn.Module) -> Mapping[str, Any]:

@@ -1,7 +1,4 @@
-"""A model's modules, parameters and buffers by name, and what modules keep beside them.
-
-The latter is extra state, through torch's own interface for it.
-"""
+"""A model's modules, parameters and buffers by name, and the extra state that modules keep."""
 
 from __future__ import annotations
 
@@ -69,11 +66,11 @@ class ModuleTree:
     def __init__(
         self, roots: Roots, name: Name = lambda _number, name: name, *, every_name: bool = False
     ) -> None:
-        """``roots`` are asked for at each look; ``name(number, name)`` is what that is called
-        here which is called ``name`` below the root of that number.  Nothing is read yet.
+        """``roots`` is called at each refresh; ``name`` maps (root index, module path) to the
+        captured name.  Nothing is read yet.
 
-        With ``every_name`` a tied tensor has all of its names, and what modules answer for
-        themselves does not count: the names are those of ``state_dict``."""
+        With ``every_name`` a tied tensor has all of its names, those of ``state_dict``, whatever
+        overriding methods of modules give."""
         self._find_roots, self._name, self._every_name = roots, name, every_name
         self.forget()
 

@@ -1,4 +1,4 @@
-"""Lines for a user at the first save: the content of snapshots, and the loss of a restart."""
+"""Lines for a user at the first save: the content of snapshots, and what a restart loses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def active_clients() -> set[str]:
     """Libraries that called this, through whatever is between, or hold the process's state.
 
     An import alone means nothing: many models come with transformers, and that imports
-    accelerate.  So the callers are looked at, and if there is an Accelerator.
+    accelerate.  So the callers count, and an Accelerator if there is one.
     """
     found: set[str] = set()
     frame: FrameType | None = sys._getframe(1)
@@ -50,7 +50,7 @@ def active_clients() -> set[str]:
 
 
 _said: list[bool] = []
-"""Not empty once this process has said what its snapshots hold."""
+"""Not empty once this process has printed the content of its snapshots."""
 
 
 def some(names: Collection[str]) -> str:
@@ -61,7 +61,7 @@ def some(names: Collection[str]) -> str:
 def say_what_is_captured(
     shard_id: str, state: TrainingState, layout: ShardLayout, warn: Warner
 ) -> None:
-    """In a line, once in a process: a restart in it would find what the last start has left."""
+    """Print one line, once in a process, and warn of what a restart loses."""
     if _said:
         return
     _said.append(True)
@@ -76,17 +76,19 @@ def say_what_is_captured(
     if isinstance(state, TrainsInPlace) and (out := state.left_out()):
         text += f"; left out: {some(out)}"
     print(text, file=sys.stderr)
-    lost = _beside(state)
+    lost = _restart_losses(state)
     if lost.objects:
-        warn("beside", "a restart loses the state of %s: %s", some(lost.objects), lost.advice)
+        warn(
+            "restart losses", "a restart loses the state of %s: %s", some(lost.objects), lost.advice
+        )
 
 
-def _beside(state: TrainingState) -> Lost:
-    """Objects that are not captured; a look at all objects of a process may meet anything."""
+def _restart_losses(state: TrainingState) -> Lost:
+    """Objects that are not captured; an examination of all objects of a process may fail."""
     try:
-        return state.beside() if isinstance(state, KnowsMemory) else Lost([], "")
+        return state.restart_losses() if isinstance(state, KnowsMemory) else Lost([], "")
     except Exception:
-        logger.info("objects beside the state were not looked for", exc_info=True)
+        logger.info("the search for objects that are not captured has failed", exc_info=True)
         return Lost([], "")
 
 

@@ -54,7 +54,7 @@ def register_optimizer(
             f"register_optimizer({_name(cls)}): state gives {', '.join(strange)}, of which only "
             f"{', '.join(get_args(Sharding))} are known"
             if strange
-            else f"register_optimizer({_name(cls)}): create is no function"
+            else f"register_optimizer({_name(cls)}): create is not a function"
         )
     _known[cls] = OptimizerClass(create, dict(state))
 

@@ -21,7 +21,7 @@ class OptimizerState:
     """The content of an optimizer as of the last ``refresh``; a mapping has it as ``name``.
 
     ``tensors`` by name, the same dict while they are the same, and ``structure``: what is encoded
-    beside them, with a Part in the place of state that is written by columns.
+    with them, with a Part in the place of state that is written by columns.
     """
 
     def __init__(self, name: str, optimizer: Any) -> None:

@@ -3,7 +3,7 @@ it was stored.
 
 torch's ``load_state_dict`` casts the state to the dtype of its parameter, moves it to the
 parameter's device, and makes another object of each iterable.  Optimizers that keep fp32 moments
-beside bf16 parameters, 8-bit moments, or texts would continue with other state than they had.
+for bf16 parameters, 8-bit moments, or texts would continue with other state than they had.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_ft.core.errors import StateMismatchError
-from megatron_ft.trainer.addresses import DENSE
+from megatron_ft.trainer.addresses import DENSE, local_tensor
 from megatron_ft.trainer.optimizer_content import optimizer_content
 from megatron_ft.trainer.state import same_bits
 
@@ -168,7 +168,9 @@ def _alike_containers(left: Any, right: Any) -> bool:
 
 def _same(stored: Any, found: Any) -> bool:
     if isinstance(stored, torch.Tensor) and isinstance(found, torch.Tensor):
-        return _form(stored) == _form(found) and same_bits(_local(stored), _local(found))
+        return _form(stored) == _form(found) and same_bits(
+            local_tensor(stored), local_tensor(found)
+        )
     if isinstance(stored, torch.Tensor) or isinstance(found, torch.Tensor):
         return False
     # Of other objects, only plain ones are certain to say whether they are equal.
@@ -179,11 +181,7 @@ def _same(stored: Any, found: Any) -> bool:
 def _form(tensor: Any) -> tuple[Any, ...]:
     kind = torch.Tensor if type(tensor) in DENSE else type(tensor)
     placed = getattr(tensor, "placements", None)
-    return kind, tensor.dtype, tensor.shape, _local(tensor).device, placed
-
-
-def _local(tensor: Any) -> Any:
-    return getattr(tensor, "_local_tensor", tensor)
+    return kind, tensor.dtype, tensor.shape, local_tensor(tensor).device, placed
 
 
 def describe(value: Any) -> str:

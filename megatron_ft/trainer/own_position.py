@@ -62,7 +62,7 @@ class OwnPosition(LoaderPosition):
             one.ask_at = ended + (ended - started) / OWN_STATE_PART
         assert one.own is not None
         if (batch := next(one.batches, END)) is not END:
-            one.own[2].took(batch)
+            one.own[2].add(batch)
         return batch
 
     def _over(self, one: Pass) -> None:
@@ -107,7 +107,7 @@ class OwnPosition(LoaderPosition):
         count, trace = place["consumed"] - since, BatchTrace()
         batches = self._from(own, count)
         for batch in first(batches, count):
-            trace.took(batch)
+            trace.add(batch)
         ends = place["over"] and place["finished"]
         if trace.value != right or (ends and next(batches, END) is not END):
             return None

@@ -3,8 +3,8 @@
 A framework keeps its groups, models and modes in many of them, and their names change with each
 release.  What a module binds anew is restored, and the content of containers.  What stays is what
 an import registers there, which happens once in a process: classes, functions and modules, in
-variables of modules also all else that is no state of a training.  Containers that are defaults of
-parameters are no registries, and count what functions do: those are restored whole.
+variables of modules also all else that is not state of a training.  Containers that are defaults of
+parameters hold what functions count, not what imports register: those are restored whole.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ def _put_back(container: Any, before: Any, of_class: bool) -> None:
 
 
 def _identities(container: Any) -> list[int]:
-    """Its objects, none of which is asked: a mock keeps a record of that, too."""
+    """Ids of its objects.  No method of theirs is called: a mock would record that."""
     values = container.values() if isinstance(container, dict) else ()
     found = [id(one) for one in (*container, *values)]
     return sorted(found) if isinstance(container, set) else found
 
 
 def _stays(value: Any, of_class: bool) -> bool:
-    """True for what an import has registered, as far as that can be told."""
+    """True for what an import has registered, as far as its class shows."""
     if isinstance(value, _CODE) or (isinstance(value, str) and not of_class):
         return True
     return not of_class and not _is_state(value)

@@ -1,4 +1,4 @@
-"""The snapshot that the job offers a rank at its start: looked at, declined, or loaded."""
+"""The snapshot that the job offers a rank at its start: read, declined, or loaded."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PendingRestore:
             return read_objects(self._shard(arena, offer))
 
     def decline(self, reason: str, iteration: int) -> None:
-        """Start without it, and tell the job; it stays in memory until a newer one is committed."""
+        """Start without it, and report that; it stays in memory until a newer one is committed."""
         offer = self.get()
         if offer is not None:
             self._client.send(m.Declined(self._shard_id, offer.snapshot, reason, iteration))
@@ -75,7 +75,7 @@ class PendingRestore:
             require_reshapes(into).expect_reshape()
 
     def give_layout(self, layout: ShardLayout, form: bytes) -> Path:
-        """Write where encoders read it what the shard is to be reshaped to; the file."""
+        """Write, where encoders read it, the layout to which the shard is reshaped; the file."""
         path = Path(m.layout_path(str(self._client.node_folder() / self._shard_id)))
         private_files.replace_file(path, pack_meta(layout.to_bytes(), {}, form))
         return path
@@ -92,7 +92,7 @@ class PendingRestore:
         with self.reporting():
             arena = Arena.open(offer.arena_path)
             try:
-                # The call alone holds the shard, whose memory is unmapped beside what follows.
+                # The call alone holds the shard, whose memory is unmapped while what follows runs.
                 layout = restore_shard(self._shard(arena, offer), into)
                 self.restored = RestoredShard(layout, offer.record.used_bytes)
             except Exception as error:
@@ -106,7 +106,7 @@ class PendingRestore:
         return SealedShard(arena, offer.slot, offer.record, self._report_corrupt)
 
     def report_restored(self, offer: RestoreOffer, seconds: float, *, aloud: bool) -> None:
-        """Tell the job that its shard was loaded in so many seconds; ``aloud`` the user as well."""
+        """Report to the job that its shard was loaded; ``aloud``: to the user as well."""
         record = offer.record
         text = (
             f"megatron-ft: {self._shard_id} restored iteration {record.iteration} "

@@ -238,18 +238,16 @@ def _check_kind(name: str, tensor: torch.Tensor) -> None:
     elif tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         layout = "nested" if tensor.is_nested else tensor.layout
         kind = f"{layout}, {tensor.device}, {tensor.dtype}"
-    elif hasattr(tensor, "__tensor_flatten__") or _only_wraps(tensor):
+    elif hasattr(tensor, "__tensor_flatten__") or (
+        # A storage with a size but no memory; a freed one has no size either.
+        not has_memory(tensor) and tensor.untyped_storage().nbytes() > 0
+    ):
         kind = f"a {type(tensor).__name__}, which keeps its values in other tensors"
     else:
         return _check_memory(name, tensor)
     raise ConfigError(
         f"tensor {name!r} is {kind}: only dense tensors and DTensors can be captured; {advice}"
     )
-
-
-def _only_wraps(tensor: torch.Tensor) -> bool:
-    """True if the storage has a size but no memory; a freed one has no size either."""
-    return not has_memory(tensor) and tensor.untyped_storage().nbytes() > 0
 
 
 def _check_memory(name: str, tensor: torch.Tensor) -> None:

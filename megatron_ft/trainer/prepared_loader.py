@@ -72,7 +72,7 @@ class PreparedPosition(LoaderPosition):
 def watch(loader: Any) -> PreparedPosition:
     position = PreparedPosition(_AsPrepared(loader))
     kind = type(loader)
-    own = {"__iter__": lambda _: position.begin(), "__module__": kind.__module__}
+    own = {"__iter__": lambda _: position.new_pass(), "__module__": kind.__module__}
     watched = type(kind.__name__, (kind,), own)
     # Not by assignment: Accelerate's classes have a property of that name.
     vars(object)["__class__"].__set__(loader, watched)

@@ -112,7 +112,7 @@ _ELSEWHERE = frozenset(
      "tensor_metadata", "torch_function_state", "tracing_state", "value_trace", "thread_name",
      "schema", "graph_exec_group")
 )  # fmt: skip
-"""Pairs of torch._C that are no settings, or have a public pair in this table."""
+"""Pairs of torch._C that are not settings, or have a public pair in this table."""
 
 _OPERATIONS = ("all", "matmul", "conv", "rnn")
 """Those with a precision of their own (torch.backends.*.fp32_precision)."""
@@ -156,7 +156,7 @@ def _of_torch() -> Iterator[ProcessSetting]:
 
 
 def _set_device(device: torch.device) -> None:
-    # None is what a process begins with; "cpu" would look at every tensor that is made.
+    # None is what a process begins with; "cpu" would intercept every tensor that is made.
     torch.set_default_device(None if device == torch.device("cpu") else device)
 
 
@@ -260,7 +260,7 @@ def _set_logger(one: logging.Logger, state: Any) -> None:
 # The operating system's.
 
 _OURS = (DUMP_SIGNAL, INTERRUPT_SIGNAL, signal.SIGKILL, signal.SIGSTOP)
-"""Signals whose handlers are ours, or nobody's."""
+"""Signals with our own handlers, and those that take none."""
 
 
 def _of_system() -> Iterator[ProcessSetting]:
@@ -311,7 +311,7 @@ def _timer(timer: int) -> tuple[bool, float]:
 
 
 def _stop_timer(timer: int, value: tuple[bool, float]) -> None:
-    """Stop it; one that was running has another rest by now, and stays different."""
+    """Stop a timer that did not run before; one that ran has other seconds left, and differs."""
     if not value[0]:
         signal.setitimer(timer, 0)
 

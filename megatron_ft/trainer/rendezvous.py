@@ -1,7 +1,7 @@
 """Waits in Python, not in torch, for the rank that hosts the store in which ranks meet.
 
 torch connects to the store in C++ until a timeout of minutes: no signal ends that wait, and its
-pauses between attempts grow to many seconds.  Here a rank that comes first looks every few
+pauses between attempts grow to many seconds.  Here a rank that comes first tries every few
 milliseconds.
 """
 

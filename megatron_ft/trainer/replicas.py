@@ -97,7 +97,8 @@ class ReplicaDigester:
             tensor, group = tensors[name], groups[name]
             place = tensor.data_ptr(), tensor.nbytes
             left_out = any(fnmatchcase(name, pattern) for pattern in self._exceptions)
-            if not left_out and place not in seen and _has_plain_bytes(tensor):
+            plain = type(tensor) in DENSE and tensor.layout == torch.strided and tensor.nbytes > 0
+            if plain and not left_out and place not in seen:
                 seen.add(place)
                 by_group.setdefault(group, []).append(name)
         for group, names in by_group.items():
@@ -128,10 +129,6 @@ def groups_of_wrapped(state: Mapping[str, Any]) -> dict[str, Any]:
 def _label(names: Sequence[str]) -> str:
     more = len(names) - 1
     return f"{names[0]} and {more} more" if more else names[0]
-
-
-def _has_plain_bytes(tensor: torch.Tensor) -> bool:
-    return type(tensor) in DENSE and tensor.layout == torch.strided and tensor.nbytes > 0
 
 
 def _key(ranks: Sequence[int], names: Sequence[str]) -> str:

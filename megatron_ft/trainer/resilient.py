@@ -106,7 +106,7 @@ def comes_from_others(error: BaseException) -> bool:
         seen.add(id(cause))
         if isinstance(cause, torch.distributed.DistError | ConnectionError):
             return True
-        if isinstance(cause, RuntimeError) and any(word in str(cause) for word in _COLLECTIVES):
+        if isinstance(cause, RuntimeError) and any(part in str(cause) for part in _COLLECTIVES):
             return True
         cause = cause.__cause__ or cause.__context__
     return False
@@ -147,8 +147,8 @@ class RestartClient:
     def restart(self) -> None:
         """Tear down, be released, wait, and take the environment of the next incarnation.
 
-        Raises what tear_down raises, which the job hears, and ControlPlaneError when no incarnation
-        asks for this rank.
+        Raises what tear_down raises, which is reported to the job, and ControlPlaneError when no
+        incarnation asks for this rank.
         """
         try:
             tear_down(self._state)
@@ -188,17 +188,17 @@ class RestartClient:
             poller.register(self._wake_read, zmq.POLLIN)
             while True:
                 ready = dict(poller.poll())
-                if self._wake_read in ready and not self._hear(os.read(self._wake_read, 8), smp):
+                if self._wake_read in ready and not self._on_wake(os.read(self._wake_read, 8), smp):
                     return
                 if smp.socket in ready:
                     self._obey(smp.receive(), smp)
 
-    def _hear(self, word: bytes, smp: Connection) -> bool:
-        if word.startswith(b"down"):  # "end" may have come behind it
+    def _on_wake(self, message: bytes, smp: Connection) -> bool:
+        if message.startswith(b"down"):  # "end" may have come behind it
             self._training = False
             self.interrupter.clear()
             smp.send(m.Released(self._rank, self._wanted, self._unfit))
-        return word == b"down"
+        return message == b"down"
 
     def _obey(self, message: Any, smp: Connection) -> None:
         if isinstance(message, m.Ok):

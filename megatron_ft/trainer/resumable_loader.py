@@ -28,8 +28,7 @@ class ResumableLoader:
     ``loader`` is a torch DataLoader, DeepSpeed's, or any iterable that gives the same batches
     in every incarnation of the job.  Make it in every incarnation, before or after the
     restore; the first pass behind that gives what is left of the interrupted one.
-    ``name`` tells several apart; without names they are told apart by the order in which they are
-    made.
+    ``name`` distinguishes several; without names their order of creation does.
 
     The loader counts what it hands out, and checks after a restart that what it skips is what was
     used; LayoutMismatchError says if it is not.  Generators and counters that are attributes of
@@ -51,7 +50,7 @@ class ResumableLoader:
             register(position, name)
 
     def __iter__(self) -> Iterator[Any]:
-        begun = self._position.begin()
+        begun = self._position.new_pass()
         if hasattr(self._position.loader, "__next__"):
             # As DeepSpeed's, which is its own iterator.
             object.__setattr__(self, "_held", begun)
@@ -87,7 +86,7 @@ def position_of(loader: Any) -> LoaderPosition:
     if deepspeed is not None and isinstance(loader, deepspeed.DeepSpeedDataLoader):
         items = 1 if loader.curriculum_learning_enabled else loader.batch_size
         return LoaderPosition(loader, sampler="data_sampler", items=items)
-    # Accelerate's loaders always have the methods, but they work only if this says so.
+    # Accelerate's loaders always have the methods, but these work only if this is true.
     calls = [getattr(loader, name, None) for name in ("state_dict", "load_state_dict")]
     if all(map(callable, calls)) and getattr(loader, "use_stateful_dataloader", True):
         return OwnPosition(loader)

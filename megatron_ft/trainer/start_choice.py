@@ -54,7 +54,7 @@ class RankView(NamedTuple):
 
 
 class StartDecision(NamedTuple):
-    """The decision, and the reason for it in words; ``refused`` says that nothing may start."""
+    """The decision, and the reason for it; ``refused`` means that training must not start."""
 
     from_memory: bool
     reason: str
@@ -65,11 +65,6 @@ def supervisor_chose_disk(environment: Mapping[str, str] | None = None) -> bool:
     """True if the supervisor decided that this incarnation starts from the framework's own
     files."""
     return (os.environ if environment is None else environment).get(RESTORE) == "disk"
-
-
-def supervisor_rewound(environment: Mapping[str, str] | None = None) -> bool:
-    """True if the supervisor gave up what is newer than the snapshot, on disk as well."""
-    return (os.environ if environment is None else environment).get(RESTORE) == "rewound"
 
 
 def choose_start(views: Sequence[RankView]) -> StartDecision:
@@ -118,7 +113,9 @@ def agree(view: RankView, manager: SnapshotManager) -> StartDecision | None:
 
     None if no rank was offered anything: there was nothing to decide.
     """
-    views = _all_ranks(view._replace(rewound=supervisor_rewound()))
+    # The supervisor gave up what is newer than the snapshot, on disk as well.
+    rewound = os.environ.get(RESTORE) == "rewound"
+    views = _all_ranks(view._replace(rewound=rewound))
     start = choose_start(views)
     if not (start.from_memory or start.refused):
         manager.decline(start.reason, views[0].disk.iteration)

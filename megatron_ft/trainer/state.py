@@ -164,7 +164,7 @@ class KnowsMemory(Protocol):
     def derived(self) -> Mapping[str, torch.Tensor]:
         """Tensors that train, are not captured, and are made of captured ones in ``load``."""
 
-    def beside(self) -> Lost:
+    def restart_losses(self) -> Lost:
         """Objects of the process with training state that is not captured."""
 
 
@@ -219,7 +219,7 @@ class HasCheckpointForm(Protocol):
     """A state that says once what its framework would write to disk of it."""
 
     def checkpoint_form(self) -> bytes:
-        """An opaque description, the same in every incarnation; kept beside each snapshot."""
+        """An opaque description, the same in every incarnation; kept with each snapshot."""
 
 
 def form_of(state: TrainingState) -> bytes:

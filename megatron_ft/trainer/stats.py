@@ -50,7 +50,7 @@ class CaptureStats:
 USUAL_WINDOW = 32
 SHADOW_WINDOW = 9
 MOST_BUSY = 256
-"""A snapshot under way for longer than so many iterations says nothing of its shadow."""
+"""Most iterations of a snapshot that count for its shadow; a longer one says nothing."""
 
 
 class IterationTimes:
@@ -123,7 +123,7 @@ class LateIterations:
         self._known = 0.0
 
     def ended(self, seconds: float | None, busy: bool) -> int | None:
-        """Take an iteration, all of it, None if it had a pause; ``busy``: beside a snapshot.
+        """Note an iteration, None if it had a pause; ``busy``: a snapshot was under way.
 
         Returns 0 if it is a suspect, the number of late ones if suspects were judged just now.
         """

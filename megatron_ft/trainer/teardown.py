@@ -148,7 +148,7 @@ def _end_loaders() -> None:
     """End the processes of torch's data loaders that nobody has closed.
 
     The collection of garbage closes the queues of a loader in a cycle first.  Its processes
-    would then end at their next look, up to 5 s later.
+    would then notice it up to 5 s later.
     """
     dataloader: Any = sys.modules.get("torch.utils.data.dataloader")
     kind = getattr(dataloader, "_MultiProcessingDataLoaderIter", None)

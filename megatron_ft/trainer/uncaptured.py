@@ -1,7 +1,7 @@
 """Objects of the process that hold training state, and are in no captured state: found once.
 
 An average of the weights, a second optimizer, a schedule that the state mapping does not name: a
-restart loses them, and no error says so.  All objects of the process are looked at by their class.
+restart loses them without an error.  All objects of the process are examined by their class.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ _DEPTH, _LONGEST = 6, 10_000
 _LIBRARIES = frozenset(
     "accelerate deepspeed deepspeed_ext megatron megatron_ft torch torchdata".split()
 )
-"""Packages whose own objects with a ``state_dict`` are looked at by kind alone."""
+"""Packages of whose objects only those of ``_KINDS`` are examined."""
 
 
 def uncaptured(
     state: Mapping[str, Any], captured: Iterable[torch.Tensor], leave_out: Iterable[str] = ()
 ) -> list[str]:
-    """Descriptions of what holds state beside the mapping; empty if there is nothing.
+    """Descriptions of objects with state that is not in the mapping; empty if there are none.
 
     ``captured`` are the tensors that snapshots hold.  Classes that match a pattern of
-    ``leave_out``, by their name with or without the module, are not looked at.
+    ``leave_out``, by their name with or without the module, are not reported.
     """
     known, patterns = list(captured), tuple(leave_out)
-    if _beside(state, known, patterns):
-        gc.collect()  # what nobody holds any more is none; it takes longer than the look
-        return _beside(state, known, patterns)
+    if _found(state, known, patterns):
+        gc.collect()  # an object without a holder does not count; slower than the search
+        return _found(state, known, patterns)
     return []
 
 
-def _beside(
+def _found(
     state: Mapping[str, Any], captured: list[torch.Tensor], patterns: tuple[str, ...]
 ) -> list[str]:
     objects = gc.get_objects()
@@ -62,8 +62,12 @@ def _beside(
     loaders = [one for one in known if isinstance(one, DataLoader)]
     owners = reached.union(*(map(id, (one.dataset, one._index_sampler)) for one in loaders))
     found += [(type(one), "") for one in rest if _is_lost(one, known, owners)]
-    names = (f"{_name(kind)}{text}" for kind, text in found if not _is_left_out(kind, patterns))
-    return sorted(set(names))
+    names = set[str]()
+    for kind, text in found:
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        if not (matches(name, patterns) or matches(kind.__name__, patterns)):
+            names.add(f"{name}{text}")
+    return sorted(names)
 
 
 def _is_candidate(kind: type) -> bool:
@@ -85,7 +89,10 @@ def _is_lost(one: Any, known: list[Any], owners: set[int]) -> bool:
     if isinstance(one, torch.nn.Module | DataLoader):
         return False  # by their memory, and by what reads them
     if isinstance(one, torch.optim.Optimizer):
-        return not any(_wraps(one, other) for other in known)
+        inner = (other for other in known if isinstance(other, torch.optim.Optimizer))
+        return not any(
+            one.state is other.state or one.param_groups is other.param_groups for other in inner
+        )
     if isinstance(one, _BaseDataLoaderIter):
         return one._num_yielded > 0 and owners.isdisjoint(map(id, _read_by(one)))
     return not isinstance(one, torch.amp.GradScaler) or one.is_enabled()
@@ -99,13 +106,8 @@ def _read_by(reader: Any) -> list[Any]:
     return [one for one in every if one is not None]
 
 
-def _wraps(one: Any, other: Any) -> bool:
-    is_optimizer = isinstance(other, torch.optim.Optimizer)
-    return is_optimizer and (one.state is other.state or one.param_groups is other.param_groups)
-
-
 def _reached(values: Iterable[Any]) -> set[int]:
-    """The ``id`` of what can be reached from entries that are no modules or optimizers.
+    """The ``id`` of what can be reached from entries other than modules and optimizers.
 
     What these have in other attributes is in no snapshot.
     """
@@ -184,11 +186,3 @@ def _lost_modules(every: Iterable[Any], memory: set[Place]) -> Iterator[tuple[ty
         if missing and (id(one) not in inside if id(one) in entirely else lost[id(one)]):
             size = sum(one.nbytes for one in missing if one.layout is torch.strided)
             yield type(one), f" ({len(missing)} tensors, {size} bytes)"
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _is_left_out(kind: type, patterns: tuple[str, ...]) -> bool:
-    return matches(_name(kind), patterns) or matches(kind.__name__, patterns)

@@ -1,4 +1,4 @@
-"""Calls of a SnapshotManager that cannot be right: found before anything is stored for them."""
+"""Wrong calls of a SnapshotManager, found before anything is stored for them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ MOST = 2**63 - 1
 
 
 def iteration_number(given: Any) -> int:
-    """``given`` as the number of an iteration; UsageError for all that is none.
+    """``given`` as the number of an iteration; UsageError for a value that is not one.
 
     Integers of numpy and of torch are numbers; a truth value or a fraction is a mistake.
     """
     if type(given) is not int:
         if isinstance(given, bool) or str(getattr(given, "dtype", "")) == "torch.bool":
-            raise _no_number(given)
+            raise _not_a_number(given)
         try:
             given = operator.index(given)
         except TypeError:
-            raise _no_number(given) from None
+            raise _not_a_number(given) from None
     if not 0 <= given <= MOST:
-        raise _no_number(given)
+        raise _not_a_number(given)
     return int(given)
 
 
-def _no_number(given: Any) -> UsageError:
+def _not_a_number(given: Any) -> UsageError:
     return UsageError(
         f"save() got {given!r} ({type(given).__name__}) as the iteration that has ended: give a "
         "whole number from 0 to 2**63 - 1, the same on all ranks, that rises from call to call"

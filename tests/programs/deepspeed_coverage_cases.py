@@ -198,11 +198,11 @@ def objects_beside_it_are_named() -> None:
     """Objects of the framework are not named; a script's are, once they are in no part."""
     engine = engine_of(STAGE)
     train_step(engine)
-    assert EngineState(engine).beside().objects == [], EngineState(engine).beside()
+    assert EngineState(engine).restart_losses().objects == [], EngineState(engine).restart_losses()
     average, teacher = Average(engine.module), nn.Linear(3, 3)
     second = torch.optim.SGD(teacher.parameters(), momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(second, 2)
-    found = EngineState(engine).beside().objects
+    found = EngineState(engine).restart_losses().objects
     assert [one.partition(" ")[0] for one in found] == [
         f"{__name__}.Average",
         "torch.nn.modules.linear.Linear",
@@ -211,5 +211,5 @@ def objects_beside_it_are_named() -> None:
     ], found
     engine.module.teacher = teacher
     held = SimpleNamespace(average=average, second=second, schedule=schedule)
-    assert EngineState(engine, {"script": held}).beside().objects == []
+    assert EngineState(engine, {"script": held}).restart_losses().objects == []
     engine.destroy()

@@ -18,7 +18,7 @@ def preload() -> None:
     import tests.support.deepspeed_trace  # noqa: F401
 
     torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
-    # What deepspeed_ext.cpu does, without a module of it.
+    # What deepspeed_ext.hooks.prepare_cpu does, without a module of it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 

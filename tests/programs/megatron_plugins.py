@@ -375,7 +375,7 @@ def hide_tensors() -> None:
     def checked(self: Any, training: Any) -> None:
         begin(self, training)
         state, (chunk, *_) = self._state, training["model"]
-        assert state.beside().objects == [], state.beside()
+        assert state.restart_losses().objects == [], state.restart_losses()
         weight = chunk.module.module.decoder.layers[0].mlp.linear_fc1.weight
         derived = [name for name in state.derived() if name.endswith("mlp.linear_fc1.weight")]
         assert len(derived) == 2, derived

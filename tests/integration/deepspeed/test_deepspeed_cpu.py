@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepspeed_ext import cpu
+from deepspeed_ext import hooks
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 
@@ -20,9 +20,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 _START = """
 import torch, deepspeed
-from deepspeed_ext import cpu
+from deepspeed_ext import hooks
 
-cpu.prepare()
+hooks.prepare_cpu()
 deepspeed.init_distributed()
 total = torch.ones(1)
 deepspeed.comm.inference_all_reduce(total)
@@ -35,7 +35,7 @@ print("started", deepspeed.comm.comm.cdb is None or total.item())
 @needs_deepspeed
 def test_deepspeed_starts_without_compiler_and_ninja(tmp_path: Path) -> None:
     extensions, home = tmp_path / "extensions", tmp_path / "home"
-    lock = extensions / cpu.SHARED_MEMORY_OP / "lock"
+    lock = extensions / hooks.SHARED_MEMORY_OP / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()  # without us DeepSpeed would wait here
     home.mkdir()
@@ -70,4 +70,4 @@ def test_with_an_accelerator_nothing_is_changed(monkeypatch: pytest.MonkeyPatch)
     accelerator = SimpleNamespace(device_name=lambda: "cuda")
     monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: accelerator)
     monkeypatch.setitem(sys.modules, "deepspeed.ops", None)  # importing it fails
-    cpu.prepare()
+    hooks.prepare_cpu()

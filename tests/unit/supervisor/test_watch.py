@@ -270,7 +270,7 @@ def test_a_pulse_is_read_as_it_was_stored_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_a_trainer_beats_writes_its_stacks_and_ends(environment: ProcessEnvironment) -> None:
-    watch = TrainerWatch.begin(environment, 2)
+    watch = TrainerWatch.start(environment, 2)
     path = pulse_path(environment.node_dir, os.getpid())
     watch.training()
     with watch.pause():
@@ -298,7 +298,7 @@ def test_a_trainer_beats_writes_its_stacks_and_ends(environment: ProcessEnvironm
 
 def test_training_goes_on_where_nothing_can_be_stored(environment: ProcessEnvironment) -> None:
     environment.node_dir.chmod(0o777)
-    watch = TrainerWatch.begin(environment, 0)
+    watch = TrainerWatch.start(environment, 0)
     watch.training()
     watch.step()
     watch.iteration_ended(1)

@@ -24,9 +24,9 @@ def page(tmp_path: Path) -> Iterator[Path]:
     file = PulseFile(path)
     file.iteration = 7
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[no-untyped-call]
-    RECORDER.begin(file)
+    RECORDER.record_to(file)
     yield path
-    RECORDER.begin(None)
+    RECORDER.record_to(None)
     dist.destroy_process_group()
 
 
@@ -86,24 +86,24 @@ def test_only_the_newest_stay_and_sequences_begin_anew(page: Path) -> None:
     found = read_calls(page, 1000)
     assert [call.sequence for call in found] == list(range(6, CALLS + 6))
     file = PulseFile(page)
-    RECORDER.begin(file)
+    RECORDER.record_to(file)
     empty()
     assert [call.sequence for call in read_calls(page, 1000)] == [1]
-    RECORDER.begin(None)
+    RECORDER.record_to(None)
     empty()
     assert len(read_calls(page, 1000)) == 1
 
 
 def test_time_in_collectives_is_added_up_once(tmp_path: Path) -> None:
     file = PulseFile(tmp_path / "pulse-1")
-    RECORDER.begin(file)
+    RECORDER.record_to(file)
     inner = RECORDER.recording("all_gather", lambda: time.sleep(0.05))
     outer = RECORDER.recording("all_gather_object", lambda: (inner(), inner()))
     before = time.monotonic()
     outer()
     inner()
     took = time.monotonic() - before
-    RECORDER.begin(None)
+    RECORDER.record_to(None)
     assert 0.149 <= file.waited <= took, "inner calls are a part of the outer one"
 
 

@@ -116,5 +116,5 @@ def test_what_is_kept_beside_the_registered_names_is_refused_by_name() -> None:
 def test_a_registration_that_says_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="state gives sharded, of which only elementwise, scalar"):
         megatron_ft.register_optimizer(Own, create=dict, state={"m": "sharded"})
-    with pytest.raises(ConfigError, match="create is no function"):
+    with pytest.raises(ConfigError, match="create is not a function"):
         megatron_ft.register_optimizer(Own, create=None, state={})

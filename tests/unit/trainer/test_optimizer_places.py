@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ft.core.errors import StateMismatchError
-from megatron_ft.trainer.optimizer_places import StatePlaces
+from megatron_ft.trainer.placements import StatePlaces
 from tests.support.captures import FakeSmp, bits, make_manager, saved
 
 

@@ -62,7 +62,7 @@ def test_tensors_of_a_device_are_copied_from_there_alone(monkeypatch: pytest.Mon
 def test_a_rank_takes_its_number_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert (manager.number("RANK", 0), manager.number("WORLD_SIZE", 1)) == (7, 1)
+    assert (manager.env_int("RANK", 0), manager.env_int("WORLD_SIZE", 1)) == (7, 1)
 
 
 def test_without_a_supervisor_it_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:

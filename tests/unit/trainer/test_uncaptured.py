@@ -85,7 +85,7 @@ def beside(state: State, *leave_out: str) -> list[str]:
     adapted = MappingState(state, leave_out=leave_out)
     adapted.refresh()
     own = (__name__, "torch.optim", "torch.amp", "torch.utils.data", "torch.nn.modules.linear")
-    return [text for text in adapted.beside().objects if text.startswith(own)]
+    return [text for text in adapted.restart_losses().objects if text.startswith(own)]
 
 
 def without(state: State, name: str) -> State:

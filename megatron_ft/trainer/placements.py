@@ -1,18 +1,61 @@
-"""Devices and DTensor placements of an optimizer's state, for state that a load has to create.
+"""Places of DTensors in their whole, and of an optimizer's state on devices and meshes.
 
-Nearly all state lies where torch puts it: on its parameter's device, sharded like the parameter,
-``step`` on the host.  Snapshots hold the exceptions.
+FSDP2 and tensor parallelism split a tensor along dimensions over a mesh of ranks, evenly or not, or
+have the same on several ranks.
+
+Nearly all state of an optimizer lies where torch puts it: on its parameter's device, sharded like
+the parameter, ``step`` on the host.  Snapshots hold the exceptions, for what a load has to create.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_ft.core.errors import StateMismatchError
+from megatron_ft.core.shard import LogicalPlace, Piece, row_major
+from megatron_ft.trainer.addresses import DENSE, local_tensor
 from megatron_ft.trainer.optimizer_load import parameters
+
+
+class DTensorPlaces(NamedTuple):
+    """Places by the names of tensors, and why DTensors that are not among them have none."""
+
+    places: dict[str, LogicalPlace]
+    problems: dict[str, str]
+
+
+def dtensor_places(tensors: Mapping[str, torch.Tensor]) -> DTensorPlaces:
+    """Places of the DTensors among ``tensors``; the name of each is that of the whole."""
+    found = DTensorPlaces({}, {})
+    for name, tensor in tensors.items():
+        if type(tensor) in DENSE or not hasattr(tensor, "placements"):
+            continue
+        piece = _piece(name, tensor)
+        if isinstance(piece, str):
+            found.problems[name] = piece
+        else:
+            elements = int(torch.Size(piece.shape).numel())
+            found.places[name] = LogicalPlace(0, elements, (piece,))
+    return found
+
+
+def _piece(name: str, tensor: Any) -> Piece | str:
+    """The local shard of a DTensor as a piece of the whole, or the reason why it cannot be one."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    strange = [p for p in tensor.placements if type(p) not in (Replicate, Shard)]
+    if strange:
+        return f"it is placed as {strange[0]!r}, of which only Shard and Replicate are known"
+    whole, local = tuple(tensor.shape), tuple(tensor._local_tensor.shape)
+    placed = tensor.device_mesh, tensor.placements
+    shape, offset = compute_local_shape_and_global_offset(whole, *placed)
+    if tuple(shape) != local:
+        return f"its local shape is {list(local)}, by its placements {list(shape)}"
+    return Piece(name, whole, tuple(map(int, offset)), local, 0, row_major(local))
 
 
 class StatePlaces:
@@ -37,7 +80,7 @@ class StatePlaces:
         found = {}
         for name, tensor in tensors.items():
             if name.startswith(self._name):
-                local: Any = getattr(tensor, "_local_tensor", tensor)
+                local = local_tensor(tensor)
                 here = [local.device.type, _placement(tensor)]
                 device, placement, _ = self._usual(name, local)
                 if here != [device.type, placement]:
@@ -66,7 +109,7 @@ class StatePlaces:
         owner, step_on_device = known or (None, False)
         if owner is None or (key == "step" and not step_on_device):
             return torch.device("cpu"), None, owner
-        whole = getattr(owner, "_local_tensor", owner)
+        whole = local_tensor(owner)
         like = whole is not owner and local.dim() and local.shape == whole.shape
         return whole.device, _placement(owner) if like else None, owner
 
