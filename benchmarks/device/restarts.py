@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import torch
 
 from benchmarks.device.survives import CPU, DETERMINISTIC, GPU, Strikes, place, plain
@@ -31,8 +30,9 @@ from benchmarks.jobs import supervised
 from benchmarks.restart.runs import Restart, restarts
 from benchmarks.restart.table import table
 from benchmarks.restart.trainings import TRAININGS, Training
-from megatron_ft.cli.chaos.job import JobFile
 from megatron_ft.cli.chaos.trace import VARIABLE, read_trace
+from megatron_ft.cli.demo.settings import DemoFolders
+from megatron_ft.cli.run_command import RunCommand
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launchers.virtual import VirtualCluster
 
@@ -47,10 +47,10 @@ LIMIT_SECONDS = 120.0
 def by(rung: str, training: Training) -> Training:
     """The training with ranks that restart by this rung."""
 
-    def adapt(job: JobFile, iterations: int, faults: bool) -> JobFile:
-        made = training.adapt(job, iterations, faults)
-        environment = {**made.environment, **DETERMINISTIC, "MEGATRON_FT_RESTART": rung}
-        return msgspec.structs.replace(made, environment=environment)
+    def adapt(job: RunCommand, folders: DemoFolders, iterations: int, faults: bool) -> RunCommand:
+        made = training.adapt(job, folders, iterations, faults)
+        flags = {**made.flags, "--restart": rung}
+        return dataclasses.replace(made, flags=flags, variables={**made.variables, **DETERMINISTIC})
 
     return dataclasses.replace(training, adapt=adapt)
 

@@ -78,6 +78,7 @@ class _Faulted:
         self._faults, self._about = len(faults), f"{name}, seed {seed}: "
         self._job = ProtectedRun(
             training.job(seed, folders, text, faults=True),
+            folders.protected,
             faults,
             settings.iterations,
             self._log,
@@ -88,12 +89,8 @@ class _Faulted:
 
     def train(self) -> None:
         """RuntimeError if the job does not come to its end with all faults."""
-        try:
-            end = self._job.run()
-        finally:
-            self._job.follower.cluster.destroy()
-        if end != "finished":
-            raise RuntimeError(f"the job stopped: {self._job.follower.last_error()[1]}")
+        if self._job.run() != "finished":
+            raise RuntimeError(f"the job stopped: {self._job.follower.reason()}")
         if len(self._job.strikes) < self._faults:
             raise RuntimeError("training ended before all faults could strike")
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-import msgspec
-
 from benchmarks.restart import noted_imports
 from benchmarks.restart.noted_imports import PACE_SECONDS
-from megatron_ft.cli.chaos.job import JobFile
+from megatron_ft.cli.chaos.trace import VARIABLE
 from megatron_ft.cli.demo.settings import DemoFolders, DemoSettings, job_name, job_of
+from megatron_ft.cli.run_command import RunCommand
 from megatron_ft.launchers.virtual import DEVICES
 from tests.support.deepspeed_jobs import Program
 from tests.support.jobs import DEEPSPEED_EXAMPLE, ROOT
@@ -32,7 +31,7 @@ class Training:
     label: str
     package: str
     iterations: int
-    adapt: Callable[[JobFile, int, bool], JobFile]
+    adapt: Callable[[RunCommand, DemoFolders, int, bool], RunCommand]
     median: dict[str, float]
     worst: dict[str, float]
 
@@ -45,45 +44,42 @@ class Training:
         """The demo's shape, with faults of this seed."""
         return DemoSettings(iterations=self.iterations, seed=seed)
 
-    def job(self, seed: int, folders: DemoFolders, text: Path, *, faults: bool) -> JobFile:
+    def job(self, seed: int, folders: DemoFolders, text: Path, *, faults: bool) -> RunCommand:
         """The job that faults hit, or the one that nothing interrupts."""
         made = job_of(self.settings(seed), folders, text, job_name(), snapshots=faults)
-        made = self.adapt(made, self.iterations, faults)
-        environment = noted_imports.environment(made.environment)
-        return msgspec.structs.replace(made, environment=environment)
+        trace = folders.protected if faults else folders.oracle
+        made = replace(made, variables={**made.variables, VARIABLE: str(trace)})
+        made = self.adapt(made, folders, self.iterations, faults)
+        return replace(made, variables=noted_imports.environment(made.variables))
 
 
-def _megatron(job: JobFile, iterations: int, faults: bool) -> JobFile:
-    environment = {**job.environment, "PYTHONPATH": str(ROOT)}
-    return msgspec.structs.replace(job, environment=environment)
+def _megatron(job: RunCommand, folders: DemoFolders, iterations: int, faults: bool) -> RunCommand:
+    return replace(job, variables={**job.variables, "PYTHONPATH": str(ROOT)})
 
 
-def _plain(job: JobFile, iterations: int, faults: bool) -> JobFile:
+def _plain(job: RunCommand, folders: DemoFolders, iterations: int, faults: bool) -> RunCommand:
     flags = ("--iterations", str(iterations), "--losses", "/dev/null", *PACE)
     # The demo hides GPUs from Megatron; this loop trains on one where there is one.
-    environment = {k: v for k, v in job.environment.items() if k != DEVICES}
-    return msgspec.structs.replace(
-        job,
-        command=(*PLAIN_COMMAND, *flags),
-        environment={**environment, "PYTHONPATH": str(ROOT)},
-        bare=not faults,
-    )
+    variables = {k: v for k, v in job.variables.items() if k != DEVICES}
+    variables["PYTHONPATH"] = str(ROOT)
+    return replace(job, training=(*PLAIN_COMMAND, *flags), variables=variables)
 
 
 PACE = ("--iteration-seconds", str(PACE_SECONDS), "--backend", "gloo")
 """Of the plain loop.  Where there is a GPU all ranks share it, which NCCL refuses."""
 
 
-def _zero(stage: int) -> Callable[[JobFile, int, bool], JobFile]:
+def _zero(stage: int) -> Callable[[RunCommand, DemoFolders, int, bool], RunCommand]:
     program = Program({"zero_optimization": {"stage": stage}})
 
-    def adapt(job: JobFile, iterations: int, faults: bool) -> JobFile:
-        (folder := job.place / ("faults" if faults else "alone")).mkdir(exist_ok=True)
-        flags = program.flags(folder, snapshots=faults)
-        return msgspec.structs.replace(
+    def adapt(job: RunCommand, folders: DemoFolders, iterations: int, faults: bool) -> RunCommand:
+        (folder := folders.root / ("faults" if faults else "alone")).mkdir(exist_ok=True)
+        words = program.flags(folder, snapshots=faults)
+        return replace(
             job,
-            command=(sys.executable, str(DEEPSPEED_EXAMPLE), *flags, "--steps", str(iterations)),
-            environment=program.environment(Path(job.trace)),
+            flags={name: value for name, value in job.flags.items() if name != "--restart"},
+            training=(sys.executable, str(DEEPSPEED_EXAMPLE), *words, "--steps", str(iterations)),
+            variables=program.environment(Path(job.variables[VARIABLE])),
         )
 
     return adapt

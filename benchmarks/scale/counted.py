@@ -13,15 +13,16 @@ from typing import Any
 import msgspec
 
 from benchmarks.scale.tally import EVENTS, Tally, kind_of
-from megatron_ft.cli.chaos.job import TRAINING_MODULE, JobFile
+from megatron_ft.cli.chaos.runner import TRAINING_MODULE
+from megatron_ft.cli.run_command import RunCommand
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.event_sender import reported
 from megatron_ft.supervisor.connections import SmpLink
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.supervisor import Supervisor
-from tests.support.chaos_cluster import CLUSTER_CLASS
-from tests.support.warm_host import WarmHost
+from tests.support.chaos_cluster import EquippedCluster
+from tests.support.warm_host import WarmHost, warm
 
 LIMIT_SECONDS = 400.0
 SNAPSHOTS = 5
@@ -71,26 +72,28 @@ class CountingLink(SmpLink):
         super().receive(message)
 
 
-def count(nodes: int, protect: str, warm: str = "") -> Count:
+def count(nodes: int, protect: str, host: str = "") -> Count:
     """Run a job until it has committed a few snapshots; what the last one has cost."""
     with tempfile.TemporaryDirectory(prefix="mft-") as folder:
-        return asyncio.run(asyncio.wait_for(_count(nodes, protect, warm, folder), LIMIT_SECONDS))
+        return asyncio.run(asyncio.wait_for(_count(nodes, protect, host, folder), LIMIT_SECONDS))
 
 
-async def _count(nodes: int, protect: str, warm: str, folder: str) -> Count:
+async def _count(nodes: int, protect: str, host: str, folder: str) -> Count:
     CountingLink.tallies.clear()
     CountingLink.sent.clear()
     name = f"scale-{uuid.uuid4().hex[:8]}"
-    flags = ("--iterations", "1000000", "--seconds", "0.05")
-    command = (sys.executable, "-m", TRAINING_MODULE, *flags)
-    job = JobFile(
-        name, folder, command, nodes, 0, protect, lease=60.0, transport="tcp",
-        cluster_class=CLUSTER_CLASS, warm=warm,
-    )  # fmt: skip
-    cluster = job.cluster()
+    python = warm(host, ()) if host else [sys.executable]
+    training = (*python, "-m", TRAINING_MODULE, "--iterations", "1000000", "--seconds", "0.05")
+    flags = {
+        "--job": name, "--nodes": nodes, "--protect": protect, "--lease-seconds": 60,
+        "--transport": "tcp", "--slots": 2, "--warm-start": "off",
+        "--state-dir": Path(folder, "state"), "--log-dir": Path(folder, "logs"),
+    }  # fmt: skip
+    job = RunCommand(flags, training)
+    cluster = EquippedCluster(name, job.node_names, warm_path=host)
     try:
-        with JobState(Path(folder) / "state", name) as state:
-            supervisor = Supervisor(job.spec(), cluster, state)
+        with JobState(job.notes, name) as state:
+            supervisor = Supervisor(job.spec, cluster, state)
             supervisor.coordinator.link_type = CountingLink
             run = asyncio.create_task(supervisor.run())
             snapshots = await _committed(supervisor, run)
@@ -125,8 +128,8 @@ async def _committed(supervisor: Supervisor, run: asyncio.Task[Any]) -> list[Sna
 
 def count_all(sizes: tuple[int, ...], protect: str) -> list[Count]:
     """Jobs of these sizes, one after the other; their processes are forked from one server."""
-    warm = WarmHost()
+    host = WarmHost()
     try:
-        return [count(nodes, protect, warm.path) for nodes in sizes]
+        return [count(nodes, protect, host.path) for nodes in sizes]
     finally:
-        warm.close()
+        host.close()

@@ -32,7 +32,9 @@ class CommandParser(argparse.ArgumentParser):
             word = rest[0].partition("=")[0]
             near = suggestion(word, self._option_string_actions)
             flag = word.startswith("-")
-            self.error(f"there is no flag {word}{near}" if flag else f"{word} is one too many")
+            self.error(
+                f"there is no flag {word}{near}" if flag else f"unexpected argument {rest[0]!r}"
+            )
         return parsed
 
     def error(self, message: str) -> NoReturn:

@@ -73,12 +73,13 @@ from megatron_ft.supervisor.supervisor import (
     Supervisor,
 )
 
+EXIT_UNRECOVERABLE, EXIT_NO_SPARE, EXIT_BUDGET = 10, 11, 12
 EXIT_CODES: Mapping[int, str] = {
-    10: "stopped: no snapshot in memory can be served and no checkpoint was found",
-    11: "stopped: a node is lost and no spare is left",
-    12: "stopped: training cannot start, or fails again and again without progress",
+    EXIT_UNRECOVERABLE: "stopped: no snapshot in memory can be served and no checkpoint was found",
+    EXIT_NO_SPARE: "stopped: a node is lost and no spare is left",
+    EXIT_BUDGET: "stopped: training cannot start, or fails again and again without progress",
     EXIT_DRAINED: "stopped by SIGTERM: the newest committed snapshot is in --drain-dir",
-    EXIT_NOT_DRAINED: "stopped by SIGTERM: no snapshot was drained, for want of one, or of time "
+    EXIT_NOT_DRAINED: "stopped by SIGTERM: no snapshot was drained: none existed, or time ran out "
     "(--drain-stop-seconds)",
     EXIT_CONTINUE: "training stopped itself before its planned end: run the same command to "
     "continue",
@@ -293,7 +294,8 @@ def _supervise(
 ) -> int:
     notes = state_folder(arguments.job, arguments.state_dir)
     with _leaving_nothing(place):
-        spec = spec_from(arguments, command, settings, place)
+        nodes = place.launcher.nodes()
+        spec = spec_from(arguments, command, settings, place.nodes, nodes, place.seconds_left)
         if arguments.launcher == run_place.VIRTUAL:
             check_command(command)
         raise_open_files()
@@ -355,14 +357,19 @@ def spec_from(
     arguments: argparse.Namespace,
     command: Sequence[str],
     settings: SnapshotConfig,
-    place: RunPlace,
+    nodes: int,
+    names: Sequence[str],
+    seconds_left: float = 0.0,
 ) -> JobSpec:
-    """The job that flags and settings describe; ConfigError or ProtectionError if it makes no
-    sense."""
+    """The job that flags and settings describe, on ``nodes`` of those with these names.
+
+    The place ends it after ``seconds_left``, 0: never.  ConfigError or ProtectionError if it makes
+    no sense.
+    """
     isal.load()  # Digests and parity need it: where it is missing, say so before anything starts.
     settle_ranks(arguments, command)
     source, shrinks = arguments.failure_domains, settings.on_no_spare in MAY_SHRINK
-    check_torchrun(command, place.nodes, arguments.ranks_per_node, fewer=shrinks)
+    check_torchrun(command, nodes, arguments.ranks_per_node, fewer=shrinks)
     if arguments.shapes and not shrinks:
         raise ConfigError(
             "--shapes has no effect: the job may not continue with fewer nodes; add --on-no-spare "
@@ -371,7 +378,7 @@ def spec_from(
     return JobSpec(
         name=arguments.job,
         command=tuple(command),
-        nodes=place.nodes,
+        nodes=nodes,
         spares=arguments.spares,
         ranks_per_node=arguments.ranks_per_node,
         trainer_per_node=arguments.trainer_per_node,
@@ -381,19 +388,19 @@ def spec_from(
         free_on_exit=arguments.free_on_exit,
         restore_from=arguments.restore_from,
         log_dir=arguments.log_dir or state_folder(arguments.job, arguments.state_dir) / "logs",
-        domains=read_domains(source, place.launcher.nodes()) if source else {},
-        shapes=read_shapes(arguments.shapes, place.nodes, arguments.ranks_per_node, command),
-        place_seconds=place.seconds_left,
+        domains=read_domains(source, names) if source else {},
+        shapes=read_shapes(arguments.shapes, nodes, arguments.ranks_per_node, command),
+        place_seconds=seconds_left,
         health_command=arguments.health_command or "",
         health_seconds=arguments.health_seconds,
     )
 
 
 STOPPED = "stopped"
-_STOPPED: Mapping[type[MegatronFTError], int] = {
-    UnrecoverableError: 10,
-    NoSpareError: 11,
-    RestartBudgetError: 12,
+_STOPPED: Mapping[type[Exception], int] = {
+    UnrecoverableError: EXIT_UNRECOVERABLE,
+    NoSpareError: EXIT_NO_SPARE,
+    RestartBudgetError: EXIT_BUDGET,
     SchedulerAwayError: EXIT_SCHEDULER,
 }
 
@@ -412,9 +419,11 @@ async def _run(supervisor: Supervisor) -> tuple[int, Outcome | None]:
         code, text = EXIT_CONTINUE, supervisor.ending.text
     except asyncio.CancelledError:
         code, text = stop.code, f"{EXIT_CODES[stop.code]}; trainers are stopped"
-    except MegatronFTError as error:
+    except Exception as error:
         if type(error) not in _STOPPED:
-            supervisor.observers.emit(STOPPED, str(error), code=2)
+            ours = isinstance(error, MegatronFTError)
+            text = str(error) if ours else f"{type(error).__name__}: {error}"
+            supervisor.observers.emit(STOPPED, text, code=2 if ours else 1)
             raise
         code, text = _STOPPED[type(error)], f"megatron-ft: stopped: {error}"
     say(text)

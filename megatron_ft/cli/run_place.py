@@ -171,9 +171,14 @@ def place_of(
     return replace(place, hosts=ReturningHosts(place.launcher, arguments.hold_seconds))
 
 
-def _virtual(arguments: argparse.Namespace, root: Path) -> RunPlace:
+def virtual_nodes(arguments: argparse.Namespace) -> tuple[int, list[str]]:
+    """How many virtual nodes train, and the names of all; spares come last."""
     nodes: int = VIRTUAL_NODES if arguments.nodes is None else arguments.nodes
-    names = [f"node{i}" for i in range(nodes + arguments.spares)]
+    return nodes, [f"node{i}" for i in range(nodes + arguments.spares)]
+
+
+def _virtual(arguments: argparse.Namespace, root: Path) -> RunPlace:
+    nodes, names = virtual_nodes(arguments)
     cluster = VirtualCluster(arguments.job, names, root)
     hint = (
         "snapshots stay in memory: run the same command again to continue, or free it with "

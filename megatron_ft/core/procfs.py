@@ -85,11 +85,16 @@ def command_above(program: str) -> list[str]:
     """The command line of the nearest process above this one that runs ``program``; or none."""
     pid = os.getppid()
     while pid > 1:
-        words = [os.fsdecode(word) for word in _read(pid, "cmdline").split(b"\0")[:-1]]
+        words = read_command(pid)
         if words and Path(words[0]).name == program:
             return words
         pid = int(read_status(pid).get("PPid", "0"))
     return []
+
+
+def read_command(pid: int) -> list[str]:
+    """The words of the command line of a process; none if it has ended."""
+    return [os.fsdecode(word) for word in _read(pid, "cmdline").split(b"\0")[:-1]]
 
 
 def machine() -> str:

@@ -6,46 +6,42 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from megatron_ft.cli import main as cli
+from megatron_ft.cli import run_place
 from megatron_ft.cli.chaos import command
-from megatron_ft.cli.chaos.job import (
-    ROLE,
-    TRAINING_MODULE,
-    ChaosCluster,
-    JobFile,
-    role_of_command,
-)
 from megatron_ft.core.errors import MissingEnvironmentError
 from megatron_ft.launchers.launcher import Placement
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.slurm.allocation import is_away
+from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.launchers.world import WorldProcess
 from tests.support.warm_host import WarmHost, warm
 
-CLUSTER_CLASS = "tests.support.chaos_cluster:EquippedCluster"
-SOAK_CLUSTER = "tests.support.chaos_cluster:SoakCluster"
-
+WARM, AWAY_FILE = "MFT_TEST_WARM", "MFT_TEST_AWAY"
+"""Variables of a supervisor: the socket of the host, the file AWAY_NAME."""
+MODULE = "tests.support.chaos_cluster"
 AWAY_NAME = "scheduler-away"
 """While the job's folder has a file of this name, its scheduler starts nothing."""
 AWAY_TEXT = "srun: error: Unable to confirm allocation: Unable to contact slurm controller"
 AWAY = ("/bin/sh", "-c", f"echo '{AWAY_TEXT}' >&2; exit 1")
 
 
-class EquippedCluster(ChaosCluster):
-    """A cluster whose processes are forked from the host at ``job.warm``, if there is one.
+class EquippedCluster(VirtualCluster):
+    """A cluster whose SMPs and drains are forked from the host at ``warm_path``, if there is one.
 
     It fails as Slurm's launcher does while the controller is away: each srun ends at once.
     """
 
-    def __init__(self, job: JobFile) -> None:
-        super().__init__(job)
-        self._warm = job.warm
-        self._trains_warm = job.command[1:3] == ("-m", TRAINING_MODULE)
-        self._supervisor_warm = job.warm
-        self._away = job.place / AWAY_NAME
+    def __init__(self, *given: Any, warm_path: str = "", away: Path | None = None) -> None:
+        super().__init__(*given)
+        self._warm, self._away = warm_path, away or Path("/nonexistent")
 
     def check_world(self, ranks: int) -> None:
         """Fail while the scheduler is away; a caller that runs many cases has tried MPI once."""
@@ -66,10 +62,6 @@ class EquippedCluster(ChaosCluster):
             placements = [Placement(*one)._replace(argv=AWAY) for one in placements]
         return super().start_world(placements, log_path)
 
-    def forks(self, role: str) -> bool:
-        """Whether processes in a role are forked."""
-        return bool(self._warm) and (role != "trainer" or self._trains_warm)
-
     def start(
         self,
         node: str,
@@ -79,47 +71,41 @@ class EquippedCluster(ChaosCluster):
         stdin: bytes | None = None,
     ) -> LocalProcess:
         """Start or fork a process on a node; see Launcher."""
-        role = role_of_command(argv)
-        if self._away.exists():
-            return super().start(node, AWAY, env, log_path, stdin)
-        if not self.forks(role):
-            return super().start(node, argv, env, log_path, stdin)
         words = list(argv)
-        python = words.index(sys.executable)
-        words[python:] = warm(self._warm, words[python + 1 :])
-        # The base class finds the role in a command that was not changed.
-        return super(ChaosCluster, self).start(node, words, {**env, ROLE: role}, log_path, stdin)
-
-    def start_supervisor(
-        self, argv: Sequence[str], env: Mapping[str, str], log_path: Path
-    ) -> LocalProcess:
-        """Start or fork the supervisor."""
-        words = warm(self._supervisor_warm, argv[1:]) if self._supervisor_warm else argv
-        return super().start_supervisor(words, env, log_path)
+        if self._away.exists():
+            words = list(AWAY)
+        elif self._warm and "RANK" not in env and sys.executable in words:
+            python = words.index(sys.executable)
+            words[python:] = warm(self._warm, words[python + 1 :])
+        return super().start(node, words, env, log_path, stdin)
 
 
-class SoakCluster(EquippedCluster):
-    """A cluster of which only trainers are forked: SMPs are measured as a user has them."""
+def forked_trainers(host: WarmHost) -> dict[str, tuple[str, ...]]:
+    """Fields of ChaosSettings with which the trainers of its jobs are forked."""
+    return {"python": tuple(warm(host.path, ()))}
 
-    def __init__(self, job: JobFile) -> None:
-        super().__init__(job)
-        self._supervisor_warm = ""
 
-    def forks(self, role: str) -> bool:
-        """Whether processes in a role are forked."""
-        return role == "trainer" and super().forks(role)
+def equipment(host: WarmHost) -> dict[str, tuple[str, ...]]:
+    """The same, and SMPs, drains and the command itself are forked as well."""
+    forked = forked_trainers(host)
+    return {**forked, "program": ("env", f"{WARM}={host.path}", *forked["python"], "-m", MODULE)}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``megatron-ft chaos`` with this equipment."""
+    """Run ``megatron-ft run`` on an EquippedCluster, or ``megatron-ft chaos`` with such jobs."""
+    if arguments[0] == "run":
+        away = Path(os.environ.get(AWAY_FILE, "/nonexistent"))
+        made = partial(EquippedCluster, warm_path=os.environ.get(WARM, ""), away=away)
+        setattr(run_place, "VirtualCluster", made)  # noqa: B010  # to mypy it is a class
+        return cli.main(list(arguments))
     parser = argparse.ArgumentParser(prog="python -m tests.support.chaos_cluster")
     command.add_arguments(parser)
     options = parser.parse_args(arguments)
-    server = WarmHost()
+    host = WarmHost()
     try:
-        return command.main(options, CLUSTER_CLASS, server.path)
+        return command.main(options, **equipment(host))
     finally:
-        server.close()
+        host.close()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron_ft.arena.format import BLOCK_BYTES
-from megatron_ft.cli.chaos.job import python_words
 from megatron_ft.config import SETTINGS, SnapshotConfig
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE
@@ -37,7 +36,7 @@ from tests.programs import placed_trainer, warm_trainer
 from tests.programs.gated_training import GATE
 from tests.support.networked_cluster import HOST, NetworkedCluster
 from tests.support.node_network import NodeNetwork
-from tests.support.warm_host import WarmHost, is_client, warm
+from tests.support.warm_host import WarmHost, is_client, python_words, warm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "plain_pytorch.py"

@@ -37,6 +37,12 @@ def warm(host: str, argv: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", warm_client.__file__, host, sys.executable, *argv]
 
 
+def python_words(argv: Sequence[str]) -> list[str]:
+    """The arguments of Python in a command that may start it with another priority."""
+    words = list(argv)
+    return words[words.index(sys.executable) + 1 :] if sys.executable in words else words[1:]
+
+
 def is_client(pid: int) -> bool:
     """Whether a process stands for one that was forked."""
     try:

@@ -25,8 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.cli.chaos.cases import FAULTS, VICTIMS, Case, all_cases, draw
-from megatron_ft.cli.chaos.job import ChaosSettings
-from megatron_ft.cli.chaos.runner import CaseOutcome, OracleError, oracle_traces, run_case
+from megatron_ft.cli.chaos.runner import (
+    CaseOutcome,
+    ChaosSettings,
+    OracleError,
+    oracle_traces,
+    run_case,
+)
 from megatron_ft.cli.chaos.trace import Lines
 from megatron_ft.cli.training_command import check_command, command_of
 from megatron_ft.core.fault_points import POINTS
@@ -69,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("training_command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
 
 
-def main(arguments: argparse.Namespace, cluster_class: str = "", warm: str = "") -> int:
-    """Run the cases; see EXIT_CODES.  ``cluster_class`` and ``warm`` are those of JobFile."""
+def main(arguments: argparse.Namespace, **equipment: Any) -> int:
+    """Run the cases; see EXIT_CODES.  ``equipment`` are further fields of ChaosSettings."""
     if arguments.list:
         print(listing())
         return 0
@@ -79,19 +84,16 @@ def main(arguments: argparse.Namespace, cluster_class: str = "", warm: str = "")
     folder = Path(tempfile.mkdtemp(prefix="mft-chaos-"))
     try:
         scheme = Scheme.parse(arguments.protect)
-        settings = ChaosSettings(
-            folder=folder,
-            nodes=arguments.nodes or scheme.members,
-            protect=arguments.protect,
-            ranks_per_node=arguments.ranks_per_node,
-            seed=arguments.seed,
-            lease=arguments.lease_seconds,
-            limit=arguments.limit_seconds,
-            command=tuple(command_of(arguments)),
-            cluster_class=cluster_class,
-            warm=warm,
-        )
-        cases = _cases(arguments, settings.nodes, scheme.parity_members)
+        nodes = arguments.nodes or scheme.members
+        flags = {
+            "--nodes": nodes,
+            "--protect": arguments.protect,
+            "--ranks-per-node": arguments.ranks_per_node,
+            "--lease-seconds": arguments.lease_seconds,
+        }
+        own, command = (arguments.seed, arguments.limit_seconds), tuple(command_of(arguments))
+        settings = ChaosSettings(folder, flags, *own, command=command, **equipment)
+        cases = _cases(arguments, nodes, scheme.parity_members)
         failed = _run_all(cases, settings, arguments.json)
     finally:
         with contextlib.suppress(OSError):
@@ -181,8 +183,7 @@ def failure(outcome: CaseOutcome, settings: ChaosSettings) -> str:
     """A case that failed, as text: why, what was done, the last events, how to repeat it."""
     done = "; ".join(strike.text for strike in outcome.story.strikes) or "nothing"
     again = ["megatron-ft", "chaos", "--case", str(outcome.case), "--seed", str(settings.seed)]
-    again += ["--nodes", str(settings.nodes), "--protect", settings.protect]
-    again += ["--ranks-per-node", str(settings.ranks_per_node)]
+    again += [str(word) for pair in settings.flags.items() for word in pair]
     again += ["--", *settings.command] if settings.command else []
     return "\n".join(
         [

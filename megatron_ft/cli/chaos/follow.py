@@ -1,4 +1,4 @@
-"""Following a job from outside: its events as they are recorded, and its supervisor's process."""
+"""Following a job of ``megatron-ft run`` from outside: its event log, its notes, its process."""
 
 from __future__ import annotations
 
@@ -6,41 +6,44 @@ import asyncio
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
-import msgspec
-
-from megatron_ft.cli.chaos.job import MODULE, JobFile, environment
+from megatron_ft.cli.run import STOPPED
+from megatron_ft.cli.run_command import RunCommand
+from megatron_ft.core.process_tools import last_lines
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.supervisor.event_log import EVENTS, RecordedEvent
-from megatron_ft.supervisor.job_state import read_record
+from megatron_ft.supervisor.job_state import STATUS, read_record
+from megatron_ft.supervisor.supervisor import EXIT_CONTINUE
 
 MOST_RESTARTS = 4
 
 
 class Follower:
-    """Reads a job's events, and starts its supervisor: by ``start``, then whenever it dies."""
+    """Reads a job's events, and runs its command: by ``start``, then whenever it was killed.
 
-    def __init__(self, job: JobFile, most_restarts: int = MOST_RESTARTS) -> None:
+    ``code`` is the exit code of the last process that ended.
+    """
+
+    def __init__(self, job: RunCommand, most_restarts: int = MOST_RESTARTS) -> None:
         self.job, self._most_restarts = job, most_restarts
         self.cluster = job.cluster()
         self.events: list[RecordedEvent] = []
-        self.restarts = 0
-        self._file = job.place / "job.json"
+        self.code: int | None = None
+        self._restarts = 0
         self._rest, self._at = b"", 0
+        self.log = job.spec.log_dir / "supervisor.log"
         self.process: LocalProcess
 
-    def start(self) -> None:
-        """Start a supervisor, as a user runs the same command again."""
-        self._file.write_bytes(msgspec.json.encode(self.job))
-        argv = [sys.executable, "-m", MODULE, str(self._file)]
-        log = self.job.place / "supervisor.log"
-        self.process = self.cluster.start_supervisor(argv, environment(self.job), log)
+    def start(self, job: RunCommand | None = None) -> None:
+        """Run the command as a user does again, or another one for the same job."""
+        self.job = job or self.job
+        self.process = LocalProcess.spawn("", self.job.words, self.job.environment(), self.log)
 
     def leave(self, seconds: float = 60.0) -> None:
-        """Have the supervisor end as on a user's SIGTERM; the job's memory is kept.
+        """End the command by SIGTERM; the job's memory is kept.
 
         ControlPlaneError if it does not end in time.
         """
@@ -50,7 +53,7 @@ class Follower:
 
     def read(self) -> list[RecordedEvent]:
         """The events that were recorded since the last call; all are in ``events``."""
-        path = self.job.place / EVENTS
+        path = self.job.notes / EVENTS
         if not path.exists():
             return []
         with path.open("rb") as file:
@@ -66,14 +69,14 @@ class Follower:
         """ "finished" or "stopped" once the job is; a supervisor that merely died is replaced."""
         if self.process.alive():
             return ""
-        self.process.join(0)
+        self.code = self.process.join(0)
         self.read()
-        last = self.events[-1]["kind"] if self.events else ""
-        if last == "ended":
+        if self.code in (0, EXIT_CONTINUE):
             return "finished"
-        if last == "stopped" or self.restarts == self._most_restarts:
+        # 1 and signals: nothing that the command says of a job.
+        if self.code > 1 or self._restarts == self._most_restarts:
             return "stopped"
-        self.restarts += 1
+        self._restarts += 1
         self.start()
         return ""
 
@@ -83,23 +86,33 @@ class Follower:
 
     def protected_commits(self, since: float = 0.0) -> int:
         """Snapshots that survive a node loss, or that are as safe as they can be here."""
-        level = "protected" if self.job.parity else "local"
+        level = "protected" if self.job.spec.scheme.parity_members else "local"
         commits = (event for event in self.events if event["kind"] == "committed")
         return sum(event["at"] > since and event["level"] == level for event in commits)
 
     def active(self) -> list[str]:
         """The nodes that train, by position, as the job has recorded."""
-        record = read_record(self.job.state_dir, self.job.name)
+        record = read_record(self.job.notes, self.job.spec.name)
         active = [] if record is None else list(record.active)
-        return active or self.job.node_names[: self.job.nodes]
+        return active or self.job.node_names[: self.job.spec.nodes]
 
-    def last_error(self) -> tuple[str, str]:
-        """Name and text of the error that stopped the job."""
-        ends = [e for e in self.events if e["kind"] in ("stopped", "crashed")]
-        return (ends[-1]["error"], ends[-1]["text"]) if ends else ("", "it recorded nothing")
+    def summary(self) -> dict[str, Any]:
+        """The job's own summary, a second old; {} before the first one."""
+        try:
+            status = json.loads((self.job.notes / STATUS).read_bytes())
+        except FileNotFoundError:
+            return {}
+        summary: dict[str, Any] = status["summary"]
+        return summary
+
+    def reason(self) -> str:
+        """Why the job stopped, in its own words."""
+        told = [e["text"] for e in self.events if e["kind"] == STOPPED]
+        last = f"its command ended with {self.code}; end of {self.log}:\n{last_lines(self.log)}"
+        return str(told[-1] if told else last).removeprefix("megatron-ft: stopped: ")
 
     def end(self) -> None:
-        """Kill the supervisor and everything of the job; nothing stays in shared memory."""
+        """Kill the command and everything of the job; nothing stays in shared memory."""
         self.process.kill()
         self.process.join(10)
         self.cluster.destroy()

@@ -16,11 +16,11 @@ from typing import Any
 
 from megatron_ft.cli.chaos.cases import ITSELF, Case, Chance
 from megatron_ft.cli.chaos.follow import Follower
-from megatron_ft.cli.chaos.job import ROLE
 from megatron_ft.cli.chaos.judge import Struck
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.core.fault_plan import PointReached
+from megatron_ft.launchers import trainer_host
 from megatron_ft.launchers.world import WORLD
 
 RETURN_SECONDS = 1.0
@@ -30,7 +30,7 @@ RETURN_SECONDS = 1.0
 def processes(job: str, role: str, node: str = "", rank: int | None = None) -> list[int]:
     """Numbers of the job's running processes in a role, on one node or on all.
 
-    Roles: trainer (also of one ``rank``), smp, drain, encoder; "world" is the encoders with
+    Roles: trainer (also of one ``rank``), smp, host, drain, encoder; "world" is the encoders with
     their MPI launcher.
     """
     found = []
@@ -39,16 +39,25 @@ def processes(job: str, role: str, node: str = "", rank: int | None = None) -> l
         here = variables.get(JOB) == job and node in ("", variables.get(NODE))
         if not here or (rank is not None and variables.get("RANK") != str(rank)):
             continue
-        if role_of(variables) == role or (role == "world" and WORLD in variables):
+        if (role == "world" and WORLD in variables) or role_of(pid, variables) == role:
             found.append(pid)
     return found
 
 
-def role_of(variables: Mapping[str, str]) -> str:
-    """The role of a process of a job, by its environment."""
+def role_of(pid: int, variables: Mapping[str, str]) -> str:
+    """The role of a process of a job, by its environment and its command; "" for any other."""
     if WORLD in variables:
         return "encoder" if NODE in variables else "launcher"
-    return variables.get(ROLE, "")
+    if "RANK" in variables:
+        return "trainer"
+    words = procfs.read_command(pid)
+    if trainer_host.__file__ in words:
+        return "host"
+    ours = (word for word in words if word.startswith("megatron_ft."))
+    return _ROLES.get(".".join(next(ours, "").split(".")[:2]), "")
+
+
+_ROLES = {"megatron_ft.smp": "smp", "megatron_ft.checkpoint": "drain"}
 
 
 def send(pids: Iterable[int], number: signal.Signals) -> None:
@@ -86,7 +95,7 @@ class Injector:
         """Numbers of the processes in a role, the supervisor's included."""
         if role == "supervisor":
             return [self.follower.process.pid]
-        return processes(self.job.name, role, node)
+        return processes(self.job.spec.name, role, node)
 
     def kill(self, role: str, node: str = "") -> None:
         """SIGKILL to all processes in a role, on one node or on all."""
@@ -199,7 +208,7 @@ class CaseInjector(Injector):
         if self.case.fault != "kill":
             # Until every process that waits for this one has given it up.
             leases = 2.0 if self.case.victim in ("smp", "supervisor") else 1.0
-            self.suspend(pids, leases * self.job.lease, whom)
+            self.suspend(pids, leases * self.job.spec.timing.lease, whom)
         elif self.case.victim != self.case.at.role:
             send(pids, signal.SIGKILL)
 

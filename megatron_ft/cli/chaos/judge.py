@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ft.cli.chaos.trace import Lines, differences, gaps
+from megatron_ft.cli.run import EXIT_UNRECOVERABLE
 from megatron_ft.supervisor.event_log import RecordedEvent
 
 
@@ -34,7 +35,7 @@ class Struck:
 class Story:
     """One case as it happened.
 
-    ``end`` is "finished", "stopped" or "hang", ``reason`` why, ``error`` the name of the error.
+    ``end`` is "finished", "stopped" or "hang", ``reason`` why, ``code`` the exit code of the job.
     ``oracle`` is empty where nothing was to be compared.
     """
 
@@ -46,7 +47,7 @@ class Story:
     reached: bool
     end: str
     reason: str = ""
-    error: str = ""
+    code: int = 0
     disk: bool = True
     starts: Sequence[tuple[float, int]] = ()
     """Moment and iteration of every start of every rank, where the training tells them."""
@@ -167,7 +168,7 @@ def _end(story: Story) -> Iterator[str]:
     if story.end == "stopped":
         lost = {position for strike in story.strikes for position in strike.lost}
         too_many = len(lost) > story.parity and not story.disk
-        if not (too_many and story.error == "UnrecoverableError"):
+        if not (too_many and story.code == EXIT_UNRECOVERABLE):
             yield f"the job stopped: {story.reason}"
 
 

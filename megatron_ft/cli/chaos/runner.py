@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
+from megatron_ft.cli.chaos import trace
 from megatron_ft.cli.chaos.cases import Case, Chance
 from megatron_ft.cli.chaos.follow import Follower, until
 from megatron_ft.cli.chaos.inject import CaseInjector
-from megatron_ft.cli.chaos.job import ChaosSettings, JobFile
 from megatron_ft.cli.chaos.judge import Story, Verdict, judge
 from megatron_ft.cli.chaos.trace import Lines, read_traces
+from megatron_ft.cli.run_command import PROGRAM, RunCommand
+from megatron_ft.core import fault_points
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.fault_plan import (
     ARMED_NAME,
@@ -28,13 +31,54 @@ from megatron_ft.core.fault_plan import (
     PointFault,
     PointReached,
 )
-from megatron_ft.core.process_tools import last_lines
-from megatron_ft.supervisor.processes import TrainerFleet
+from megatron_ft.core.process_tools import free_port, last_lines
+from megatron_ft.launchers.launcher_env import base_environment
+from megatron_ft.launchers.process import LocalProcess
+from megatron_ft.supervisor.processes import TrainerPlace
 
+TRAINING_MODULE = "megatron_ft.cli.chaos.training"
 STRIKE, PROVOKE = "strike", "provoke"
 DELAY_SECONDS = 1.0
+ITERATION_SECONDS = 0.03
 USERS_PATIENCE_SECONDS = 3600.0
 """A user's training does not read the file at which ours stops."""
+
+
+@dataclass(frozen=True)
+class ChaosSettings:
+    """Settings that all cases of one command share: ``flags`` of ``megatron-ft run``, and more.
+
+    ``command`` is the user's own, or empty; ``limit`` how long a case may wait for any one
+    thing, in seconds.  ``python`` are the words that start the Python of our own training,
+    ``program`` those that start ``megatron-ft``.
+    """
+
+    folder: Path
+    flags: Mapping[str, object] = field(default_factory=dict)
+    seed: int = 0
+    limit: float = 60.0
+    iterations: int = 1000
+    command: tuple[str, ...] = ()
+    python: tuple[str, ...] = (sys.executable,)
+    program: tuple[str, ...] = PROGRAM
+
+    def job(self, name: str, folder: Path, more: Mapping[str, object]) -> RunCommand:
+        """The job of a case, with everything that it writes in ``folder``."""
+        places = {"--state-dir": folder / "state", "--log-dir": folder / "logs"}
+        usual = {"--nodes": 2, "--protect": "xor:2", "--slots": 2, "--lease-seconds": 4.0}
+        variables = {trace.VARIABLE: str(folder / "trace"), "OMP_NUM_THREADS": "1"}
+        return RunCommand(
+            {"--job": name, **usual, "--warm-start": "off", **places, **self.flags, **more},
+            self.command or self.training(folder / "stop"),
+            variables,
+            self.program,
+        )
+
+    def training(self, stop: Path | None) -> tuple[str, ...]:
+        """Our own training, at a pace and until the file ``stop`` is there, or without either."""
+        command = (*self.python, "-m", TRAINING_MODULE, "--iterations", str(self.iterations))
+        pace = ("--seconds", str(ITERATION_SECONDS), "--stop", str(stop))
+        return (*command, *(pace if stop else ()))
 
 
 @dataclass(frozen=True)
@@ -61,13 +105,17 @@ def run_case(case: Case, settings: ChaosSettings, oracle: Mapping[int, Lines]) -
     return replace(outcome, seconds=time.monotonic() - started)
 
 
-def job_of(case: Case, settings: ChaosSettings, name: str, folder: Path) -> JobFile:
+def job_of(case: Case, settings: ChaosSettings, name: str, folder: Path) -> RunCommand:
     """The job of a case: with spares for what it loses, with drains where they play a part."""
     spares = case.nodes_lost() + (case.victim == "smp")
     spares += case.at.role == "smp" or case.at.occasion == "smp lost"
-    job = settings.job(name, folder, max(1, spares))
-    drains = case.nodes_lost() > job.parity or "drain" in (case.at.role, case.victim)
-    return msgspec.structs.replace(job, drain_interval=10 if drains and case.disk else 0)
+    job = settings.job(name, folder, {"--spares": max(1, spares)})
+    drains = "drain" in (case.at.role, case.victim)
+    drains |= case.nodes_lost() > job.spec.scheme.parity_members
+    if drains and case.disk:
+        disk = {"--drain-dir": folder / "disk", "--drain-interval": 10}
+        job = replace(job, flags={**job.flags, **disk})
+    return replace(job, variables={**job.variables, fault_points.VARIABLE: str(folder)})
 
 
 class _CaseRun:
@@ -76,38 +124,40 @@ class _CaseRun:
     def __init__(self, case: Case, settings: ChaosSettings, name: str, folder: Path) -> None:
         self.case, self.settings, self.folder = case, settings, folder
         self.job = job_of(case, settings, name, folder)
-        self.chance = Chance.of(case, settings.seed, settings.nodes)
+        self.chance = Chance.of(case, settings.seed, self.job.spec.nodes)
+        self.drains = self.job.spec.settings.drain_dir is not None
         self.arrived = asyncio.Event()
         self.ended = ""
 
     async def run(self, oracle: Mapping[int, Lines]) -> CaseOutcome:
         FaultPlan(tuple(self._faults())).write(self.folder)
         server = await asyncio.start_unix_server(self._meet, self.folder / SOCKET_NAME)
-        self.follower = Follower(self.job)
-        self.injector = CaseInjector(self.case, self.chance, self.follower)
-        self.follower.start()
+        follower = self.follower = Follower(self.job)
+        self.injector = CaseInjector(self.case, self.chance, follower)
+        follower.start()
         try:
-            end, reason = await self._drive()
+            await self._drive()
+            end, reason = self.ended, follower.reason() if self.ended == "stopped" else ""
         except TimeoutError as error:
             end, reason = "hang", str(error)
         finally:
-            self.follower.read()
+            follower.read()
             self.injector.tidy()
             server.close()
-        name, text = self.follower.last_error() if end == "stopped" else ("", reason)
+        spec = self.job.spec
         story = Story(
-            parity=self.job.parity,
-            events=self.follower.events,
+            parity=spec.scheme.parity_members,
+            events=follower.events,
             strikes=self.injector.strikes,
-            traces=read_traces(self.folder / "trace", self.settings.ranks),
+            traces=read_traces(self.folder / "trace", spec.nodes * spec.ranks_per_node),
             oracle=oracle,
             reached=self.arrived.is_set(),
             end=end,
-            reason=text,
-            error=name,
-            disk=self.job.drain_interval > 0,
+            reason=reason,
+            code=follower.code or 0,
+            disk=self.drains,
         )
-        return CaseOutcome(self.case, story, judge(story), 0.0, self.follower.tail(), self.folder)
+        return CaseOutcome(self.case, story, judge(story), 0.0, follower.tail(), self.folder)
 
     def _faults(self) -> list[PointFault]:
         """The plan: where processes stand still, and what they then do to themselves."""
@@ -141,8 +191,8 @@ class _CaseRun:
         writer.write(b"go\n")
         writer.close()
 
-    async def _drive(self) -> tuple[str, str]:
-        """The case from start to end: how it ended, and why."""
+    async def _drive(self) -> None:
+        """The case from start to end."""
         await self._until(self._ready, lambda: "a protected snapshot")
         (self.folder / ARMED_NAME).touch()
         self.injector.provoke()
@@ -151,7 +201,6 @@ class _CaseRun:
         (self.folder / "stop").touch()
         patience = USERS_PATIENCE_SECONDS if self.settings.command else self.settings.limit
         await until(self._over, patience, lambda: "the job to end")
-        return self.ended, self.follower.last_error()[1]
 
     async def _until(self, condition: Callable[[], bool], whom: Callable[[], str]) -> None:
         await until(lambda: condition() or self._over(), self.settings.limit, whom)
@@ -163,7 +212,7 @@ class _CaseRun:
 
     def _ready(self) -> bool:
         """True if there is something to lose."""
-        drained = not self.job.drain_interval or self.follower.count("drained") > 0
+        drained = not self.drains or self.follower.count("drained") > 0
         return drained and self.follower.protected_commits() >= 2
 
     def _settled(self) -> bool:
@@ -183,35 +232,41 @@ def oracle_traces(settings: ChaosSettings) -> dict[int, Lines]:
     """The traces of an uninterrupted run; {} if the command writes none.  See run_oracle."""
     folder = settings.folder / "oracle"
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700, parents=True)
-    # Not beside the arenas of jobs: no running process would show whose folder it is.
-    (root := folder / "memory").mkdir(mode=0o700)
-    job = settings.job(f"oracle-{time.monotonic_ns()}", folder)
-    command = settings.command or settings.training(None)
-    run_oracle(msgspec.structs.replace(job, command=command, root=str(root), bare=True))
-    return read_traces(folder / "trace", settings.ranks)
+    job = settings.job("oracle", folder, {})
+    run_oracle(replace(job, training=settings.command or settings.training(None)))
+    return read_traces(folder / "trace", job.spec.nodes * job.spec.ranks_per_node)
 
 
-def run_oracle(job: JobFile) -> None:
-    """Run the job's command on all ranks to its end; OracleError if a rank fails.
+def run_oracle(job: RunCommand) -> None:
+    """Train alone what the job trains: its ranks as torchrun would start them, nothing of ours.
 
-    No SMP and no encoder is started.  No process is left, however it ends.
+    OracleError if a rank fails.  No process is left, however it ends.
     """
-    asyncio.run(_run(job))
-
-
-async def _run(job: JobFile) -> None:
-    cluster = job.cluster()
-    fleet = TrainerFleet(cluster, job.spec())
+    spec, ranks = job.spec, list[LocalProcess]()
+    base, port = base_environment(job.environment()), free_port()
     try:
-        fleet.start(job.node_names[: job.nodes], 1, {})
-        first = await fleet.ended()
-        if not first.finished:
-            log = fleet.log_of(first.rank)
-            raise OracleError(
-                f"the uninterrupted run failed: rank {first.rank} ended with {first.status}; "
-                f"end of {log}:\n{last_lines(log)}"
+        for rank in range(spec.nodes * spec.ranks_per_node):
+            node, local = divmod(rank, spec.ranks_per_node)
+            place = TrainerPlace(
+                node, local, spec.nodes, spec.ranks_per_node, "127.0.0.1", port, spec.name, 0
             )
+            log = spec.log_dir / f"rank{rank}.log"
+            ranks.append(LocalProcess.spawn("", spec.command, place.of_rank(base), log))
+        running = True
+        while running:
+            time.sleep(0.02)
+            running = any(process.alive() for process in ranks)
+            for rank, process in enumerate(ranks):
+                _require_success(rank, process, spec.log_dir / f"rank{rank}.log")
     finally:
-        await fleet.kill_all()
-        cluster.destroy()
+        for process in ranks:
+            process.kill()
+            process.join(10)
+
+
+def _require_success(rank: int, process: LocalProcess, log: Path) -> None:
+    if not process.alive() and (status := process.join(0)):
+        raise OracleError(
+            f"the uninterrupted run failed: rank {rank} ended with {status}; end of {log}:\n"
+            f"{last_lines(log)}"
+        )

@@ -9,6 +9,7 @@ trainings hold times as well (TraceLine).  Imports no framework.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +29,28 @@ Lines = list[dict[str, Any]]
 def trace_path(folder: Path, rank: int) -> Path:
     """The file that holds one rank's lines."""
     return folder / f"rank{rank}.jsonl"
+
+
+GATE = "gate"
+
+
+def set_gate(folder: Path, iteration: int | None) -> None:
+    """Have ranks with a TraceWriter wait at the end of an iteration, and of later ones, until the
+    gate is set to one that is later still, or to None."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if iteration is None:
+        (folder / GATE).unlink(missing_ok=True)
+        return
+    half = folder / f"{GATE}.half"
+    half.write_text(str(iteration))
+    half.replace(folder / GATE)
+
+
+def _gate(folder: Path) -> float:
+    try:
+        return float((folder / GATE).read_text())
+    except FileNotFoundError:
+        return math.inf
 
 
 def final_path(folder: Path, rank: int) -> Path:
@@ -131,7 +154,7 @@ class TraceWriter:
     """Appends this rank's TraceLines."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._trace = Trace(folder, rank)
+        self._trace, self._folder = Trace(folder, rank), folder
         self._incarnation = 0
         self._samples: list[int] = []
         self._last_end: float | None = None
@@ -145,7 +168,8 @@ class TraceWriter:
         self._samples = []
 
     def record(self, iteration: int, loss: float | None, started: float) -> None:
-        """Write the line of an iteration that began at ``started`` (time.perf_counter)."""
+        """Write the line of an iteration that began at ``started`` (time.perf_counter), then wait
+        at the gate, if there is one."""
         ended, incarnation = time.perf_counter(), int(os.environ.get(INCARNATION, "0"))
         # A process that restarts in itself trains in several incarnations.
         if self._last_end is None or incarnation != self._incarnation:
@@ -159,7 +183,9 @@ class TraceWriter:
             time=round(time.time(), 3),
             pid=os.getpid(),
         )
-        self._samples, self._last_end = [], ended
+        while iteration >= _gate(self._folder):
+            time.sleep(0.02)
+        self._samples, self._last_end = [], time.perf_counter()
 
 
 class TraceTail:

@@ -111,7 +111,8 @@ def main(arguments: argparse.Namespace) -> int:
     if report_path is not None:
         report_path.write_text(json.dumps(report.as_json(), indent=1) + "\n")
     if report.exit_code == 0:
-        for path in set(folders.root.iterdir()) - {folders.report}:
+        # The printed command reads the text.
+        for path in set(folders.root.iterdir()) - {folders.report, folders.corpus}:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         say(f"the job's time, recoveries and events: {folders.report}")
     else:
@@ -131,5 +132,5 @@ def settings_from(arguments: argparse.Namespace) -> DemoSettings:
     if text is not None:
         settings = replace(settings, reshape=read_layout(text, settings))
     # What the job would refuse is refused here, before anything is written.
-    job_of(settings, DemoFolders(Path()), Path(), "demo").spec()
+    _ = job_of(settings, DemoFolders(Path()), Path(), "demo").spec
     return settings

@@ -11,7 +11,6 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from megatron_ft.config import SETTINGS
 from megatron_ft.core.environment import NODE
 from megatron_ft.supervisor.event_log import RecordedEvent
 
@@ -30,8 +29,7 @@ class BrokenMemory(NamedTuple):
     @property
     def variables(self) -> dict[str, str]:
         """The environment by which trainers know of it."""
-        compare = SETTINGS["compare_replicas"].variable
-        return {VARIABLE: f"{self.node} {self.iteration}", compare: "1"}
+        return {VARIABLE: f"{self.node} {self.iteration}"}
 
 
 def plan_corruption(seed: int, iterations: int, nodes: Sequence[str]) -> BrokenMemory:

@@ -10,11 +10,11 @@ from statistics import median
 
 from megatron_ft.cli.chaos.follow import Follower
 from megatron_ft.cli.chaos.inject import Injector, processes, send
-from megatron_ft.cli.chaos.job import JobFile
-from megatron_ft.cli.chaos.trace import TraceLine, TraceTail, trace_path
+from megatron_ft.cli.chaos.trace import TraceLine, TraceTail, set_gate, trace_path
 from megatron_ft.cli.demo.faults import DemoFault, DemoStrike, DemoVictim
 from megatron_ft.cli.demo.report import DemoReshape
 from megatron_ft.cli.demo.settings import SNAPSHOT_INTERVAL
+from megatron_ft.cli.run_command import RunCommand
 from megatron_ft.supervisor.event_log import RecordedEvent
 
 POLL_SECONDS = 0.02
@@ -25,6 +25,9 @@ STALE = 5 * SNAPSHOT_INTERVAL
 
 After a restart captures are skipped until the encoders are up.
 """
+
+PATIENCE_SECONDS = 120.0
+"""Longest wait of training for encoders, or at its end for a snapshot; a fault strikes then."""
 
 # Commits are counted instead: one line each would bury the rest.
 _TOLD = (
@@ -37,25 +40,33 @@ _TOLD = (
 class ProtectedRun:
     """The job under faults: follows its events and rank 0's trace, and strikes when due.
 
-    ``reshape`` is what was measured of a reshape (ReshapedRun), None if there was none.
+    Training waits for faults, which need snapshots with parity: however slow the machine is, it
+    ends only when all have struck.  ``reshape`` is what was measured of a reshape (ReshapedRun).
     """
 
     def __init__(
-        self, job: JobFile, faults: Sequence[DemoFault], iterations: int, log: Callable[[str], None]
+        self,
+        job: RunCommand,
+        trace: Path,
+        faults: Sequence[DemoFault],
+        iterations: int,
+        log: Callable[[str], None],
     ) -> None:
         self.follower = Follower(job, most_restarts=0)
         self.strikes: list[DemoStrike] = []
         self.reshape: DemoReshape | None = None
-        self._job, self._waiting, self._log = job, list(faults), log
-        self._iterations = iterations
+        self._job, self._waiting, self._log = job.spec, list(faults), log
+        self._trace, self._iterations = trace, iterations
         self._injector = Injector(self.follower)
-        self._tail = TraceTail(trace_path(Path(job.trace), 0))
+        self._tail = TraceTail(trace_path(trace, 0))
         self._lines: list[TraceLine] = []
         self._shown = self._incarnation = self._protected_incarnation = 0
         self._committed = -1
+        self._gate: int | None = None
 
     def run(self) -> str:
         """Run the job to its end: "finished" or "stopped".  Nothing of it is left then."""
+        self._set_gate()
         self.follower.start()
         try:
             return self._run()
@@ -75,6 +86,7 @@ class ProtectedRun:
                 self._strike(fault)
             if until():
                 return ""
+            self._set_gate()
             time.sleep(POLL_SECONDS)
         self._read()
         return end
@@ -96,7 +108,7 @@ class ProtectedRun:
             if line.iteration % SHOWN_EVERY == 0 or line.iteration == self._iterations:
                 loss = "" if line.loss_value is None else f"  loss {line.loss_value:.3f}"
                 done = f"{line.iteration:3}/{self._iterations}{loss}"
-                self._log(f"iteration {done}  snapshot {self._committed}")
+                self._log(f"iteration {done}  {self._newest_snapshot(line.iteration)}")
 
     def _take(self, event: RecordedEvent) -> None:
         if event["kind"] in _TOLD:
@@ -105,22 +117,69 @@ class ProtectedRun:
             self._committed = event["iteration"]
             recent = not self._lines or event["iteration"] > self._lines[-1].iteration - STALE
             # A job without parity has local commits only.
-            if recent and event["level"] == ("protected" if self._job.parity else "local"):
+            if recent and event["level"] == ("protected" if self._has_parity else "local"):
                 self._protected_incarnation = self._incarnation
+
+    @property
+    def _has_parity(self) -> bool:
+        return self._job.scheme.parity_members > 0
+
+    def _newest_snapshot(self, iteration: int) -> str:
+        """The newest commit, and why there is none that is newer if it is old."""
+        newest = "no snapshot yet" if self._committed < 0 else f"snapshot {self._committed}"
+        if iteration - self._committed <= 2 * SNAPSHOT_INTERVAL:
+            return newest
+        starting = "new ones wait for the encoders, which are starting"
+        return f"{newest} ({'the next is on its way' if self._encoders_up() else starting})"
+
+    def _encoders_up(self) -> bool:
+        summary = self.follower.summary()
+        up = summary.get("encoders") == "up" and summary["incarnation"] == self._incarnation
+        return up or not self._has_parity
 
     def _is_first_after(self, strike: DemoStrike, line: TraceLine) -> bool:
         return self._lines[-1].incarnation <= strike.incarnation < line.incarnation
 
     def _is_due(self, fault: DemoFault) -> bool:
-        return self._is_ready(fault.iteration)
+        return self._is_ready(fault.iteration) or (
+            self._trains_to(self._last_stop) and self._seconds_waited() > PATIENCE_SECONDS
+        )
 
     def _is_ready(self, iteration: int) -> bool:
         """True once the incarnation after the last strike is so far, and protected."""
+        return self._incarnation == self._protected_incarnation and self._trains_to(iteration)
+
+    def _trains_to(self, iteration: int) -> bool:
+        """True once the incarnation after the last strike has finished an iteration."""
         last = self.strikes[-1].incarnation if self.strikes else 0
-        if not last < self._incarnation == self._protected_incarnation or not self._lines:
+        if not self._lines or self._incarnation <= last:
             return False
         newest = self._lines[-1]
         return newest.incarnation == self._incarnation and newest.iteration >= iteration
+
+    def _seconds_waited(self) -> float:
+        return time.time() - self._lines[-1].time
+
+    @property
+    def _last_stop(self) -> int:
+        """The iteration that training finishes, and no later one, while something is to strike."""
+        return self._iterations - 1
+
+    def _next(self) -> int | None:
+        """The iteration of the next fault, None after the last one."""
+        return self._waiting[0].iteration if self._waiting else None
+
+    def _set_gate(self) -> None:
+        """Choose the iteration at whose end training waits, if at any."""
+        gate = due = self._next()
+        if due is not None:
+            early = self._trains_to(due) and not (self._is_ready(due) or self._encoders_up())
+            gate = due if early and self._seconds_waited() < PATIENCE_SECONDS else self._last_stop
+            if gate == due != self._gate:
+                self._log(f"training waits at iteration {due} until the encoders are up")
+        if gate != self._gate:
+            self._gate = gate
+            set_gate(self._trace, gate)
 
     def _seconds_until(self, fault: DemoFault) -> float:
         """Seconds until ``fault.fraction`` of an iteration has passed since the last one's end."""

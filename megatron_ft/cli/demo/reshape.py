@@ -18,15 +18,14 @@ import torch
 from megatron_ft.checkpoint.captured import GlobalTensors
 from megatron_ft.checkpoint.live import LiveSource, open_live
 from megatron_ft.checkpoint.source import SnapshotInfo, SnapshotSource
-from megatron_ft.cli.chaos.job import JobFile
 from megatron_ft.cli.chaos.trace import final_lines, read_trace
 from megatron_ft.cli.demo.faults import STOPPED, DemoFault, DemoVictim, Traces
 from megatron_ft.cli.demo.final_state import Comparison, compare_traces
 from megatron_ft.cli.demo.protected_run import ProtectedRun
 from megatron_ft.cli.demo.report import DemoReshape
 from megatron_ft.cli.demo.settings import RESHAPED_ITERATIONS, DemoFolders, DemoSettings
+from megatron_ft.cli.run_command import RunCommand
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.launchers.virtual import default_root
 from megatron_ft.supervisor.event_log import RecordedEvent
 from megatron_ft.supervisor.job_state import read_record
 
@@ -44,28 +43,30 @@ class ReshapedRun(ProtectedRun):
 
     def __init__(
         self,
-        job: JobFile,
-        after: JobFile,
+        job: RunCommand,
+        after: RunCommand,
+        trace: Path,
         settings: DemoSettings,
         faults: Sequence[DemoFault],
         log: Callable[[str], None],
     ) -> None:
-        super().__init__(job, faults, settings.all_iterations, log)
-        self._after, self._settings = after, settings
+        super().__init__(job, trace, faults, settings.all_iterations, log)
+        self._after, self._settings, self._left = after, settings, False
 
     def _run(self) -> str:
         if end := self._follow(self._may_leave):
             return end
         self._log("stopping the job; its snapshots stay in memory")
         self.follower.leave()
+        self._left = True
         self._read()
-        source = _memory_of(self._job)
+        self._set_gate()
+        source = self._memory()
         before = {info.iteration: digests_of(source, info) for info in source.snapshots()}
         self._lose_nodes()
         after = self._settings.reshape
-        self._log(f"starting the job again with {after}, on {self._after.nodes} nodes")
-        self.follower.job = self._job = self._after
-        self.follower.start()
+        self._log(f"starting the job again with {after}, on {self._after.spec.nodes} nodes")
+        self.follower.start(self._after)
         if end := self._follow(lambda: self._event("reshaped") is not None):
             return end
         self._note(before)
@@ -76,11 +77,15 @@ class ReshapedRun(ProtectedRun):
 
         Where encoders take long to come up, an older snapshot with parity is reshaped.
         """
-        if self._waiting or not self._lines:
-            return False
-        newest, last = self._lines[-1], max((s.incarnation for s in self.strikes), default=0)
-        late = newest.iteration >= self._settings.all_iterations - LEAST_AFTER
-        return self._is_ready(self._settings.iterations) or (late and newest.incarnation > last)
+        late = self._trains_to(self._last_stop)
+        return not self._waiting and (self._is_ready(self._settings.iterations) or late)
+
+    @property
+    def _last_stop(self) -> int:
+        return self._settings.all_iterations - LEAST_AFTER
+
+    def _next(self) -> int | None:
+        return super()._next() or (None if self._left else self._settings.iterations)
 
     def _lose_nodes(self) -> None:
         settings = self._settings
@@ -96,11 +101,16 @@ class ReshapedRun(ProtectedRun):
         found = (e for e in reversed(self.follower.events) if e["kind"] == kind)
         return next((event for event in found if event["at"] > since), None)
 
+    def _memory(self) -> LiveSource:
+        record = read_record(self.follower.job.notes, self._job.name)
+        shards = () if record is None else record.shards
+        return open_live(self.follower.cluster.root, self._job.name, shards=shards)
+
     def _note(self, before: Mapping[int, Digests]) -> None:
         """Compare all tensors with those ``before``, by iteration; note it as ``reshape``."""
         event, rebuilt = self._event("reshaped"), self._event("rebuilt")
         assert event is not None, "it was awaited"
-        source, iteration = _memory_of(self._job), event["iteration"]
+        source, iteration = self._memory(), event["iteration"]
         # Captures that need its slot are skipped while it is read.
         info = next((one for one in source.snapshots() if one.iteration == iteration), None)
         if info is None or iteration not in before:
@@ -122,12 +132,6 @@ class ReshapedRun(ProtectedRun):
             seconds=event["seconds"],
         )
         self._log(f"{self.reshape.identical_tensors} of {self.reshape.tensors} tensors are equal")
-
-
-def _memory_of(job: JobFile) -> LiveSource:
-    record = read_record(job.state_dir, job.name)
-    root = Path(job.root) if job.root else default_root()
-    return open_live(root, job.name, shards=() if record is None else record.shards)
 
 
 def digests_of(source: SnapshotSource, info: SnapshotInfo) -> Digests:

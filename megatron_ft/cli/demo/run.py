@@ -6,7 +6,6 @@ import shutil
 import time
 from pathlib import Path
 
-from megatron_ft.cli.chaos.job import JobFile
 from megatron_ft.cli.chaos.runner import run_oracle
 from megatron_ft.cli.chaos.trace import read_trace
 from megatron_ft.cli.common import say
@@ -24,11 +23,10 @@ from megatron_ft.cli.demo.settings import (
     reshaped_job,
 )
 from megatron_ft.cli.report.command import write_report
+from megatron_ft.cli.run import EXIT_BUDGET, EXIT_NO_SPARE, EXIT_UNRECOVERABLE
+from megatron_ft.cli.run_command import RunCommand
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.supervisor.ledger import ledger
-
-# The exit codes of ``megatron-ft run``, for the same ends.
-_EXIT_CODES = {"UnrecoverableError": 10, "NoSpareError": 11, "RestartBudgetError": 12}
 
 
 class Demo:
@@ -63,6 +61,8 @@ class Demo:
         folders.logs.mkdir(parents=True, exist_ok=True)
         self.log(_title(settings))
         job = job_of(settings, folders, text, name)
+        self.log("the job is this command, which you can run yourself; faults come from outside:")
+        say(job.shell())
         protected = self._protected_run(job, text)
         if not self._train(protected):
             return
@@ -70,14 +70,14 @@ class Demo:
         run_oracle(job_of(settings, folders, text, f"{name}-o", snapshots=False))
         self._judge(protected)
 
-    def _protected_run(self, job: JobFile, text: Path) -> ProtectedRun:
-        settings = self.settings
+    def _protected_run(self, job: RunCommand, text: Path) -> ProtectedRun:
+        settings, trace = self.settings, self.folders.protected
         if settings.reshape is None:
-            return ProtectedRun(job, self.faults, settings.iterations, self.log)
+            return ProtectedRun(job, trace, self.faults, settings.iterations, self.log)
         from megatron_ft.cli.demo.reshape import ReshapedRun  # imports torch
 
         after = reshaped_job(settings, job, self.folders, text)
-        return ReshapedRun(job, after, settings, self.faults, self.log)
+        return ReshapedRun(job, after, trace, settings, self.faults, self.log)
 
     def _train(self, run: ProtectedRun) -> bool:
         """Train under faults; whether training ended, as it does unless the job has to stop."""
@@ -85,7 +85,6 @@ class Demo:
         try:
             end = run.run()
         finally:
-            follower.cluster.destroy()
             ranks = range(max(layout.ranks for layout in self.settings.layouts))
             traces = {rank: read_trace(self.folders.protected, rank) for rank in ranks}
             report.recoveries = recoveries(run.strikes, follower.events, traces)
@@ -93,14 +92,13 @@ class Demo:
             if self.settings.broken is not None:
                 report.corruption = undone(self.settings.broken, follower.events)
             if follower.events:
-                write_report(self.folders.report, follower.job.name, follower.events)
+                write_report(self.folders.report, follower.job.spec.name, follower.events)
         if end == "finished":
             return True
-        error, text = follower.last_error()
-        if error not in _EXIT_CODES:
-            log = follower.job.place / "supervisor.log"
-            raise ControlPlaneError(f"the demo's job stopped: {text}; its supervisor's log: {log}")
-        report.exit_code, report.reason = _EXIT_CODES[error], text.removeprefix(f"{error}: ")
+        code = follower.code
+        if code not in (EXIT_UNRECOVERABLE, EXIT_NO_SPARE, EXIT_BUDGET):
+            raise ControlPlaneError(f"the demo's job stopped: {follower.reason()}")
+        report.exit_code, report.reason = code, follower.reason()
         return False
 
     def _judge(self, run: ProtectedRun) -> None:

@@ -6,14 +6,11 @@ import math
 import os
 import sys
 import uuid
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
-from megatron_ft.arena.format import BLOCK_BYTES
-from megatron_ft.cli.chaos.job import JobFile
 from megatron_ft.cli.demo.corruption import BrokenMemory, plan_corruption
 from megatron_ft.cli.demo.demo_model import (
     ENVIRONMENT,
@@ -21,7 +18,7 @@ from megatron_ft.cli.demo.demo_model import (
     VOCABULARY_UNIT,
     demo_arguments,
 )
-from megatron_ft.config import SETTINGS
+from megatron_ft.cli.run_command import RunCommand
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import possible_scheme
@@ -34,7 +31,6 @@ RESHAPED_ITERATIONS = 40
 """More iterations for a reshape: until encoders are up for it, and then in the other layout."""
 SNAPSHOT_INTERVAL = 2
 MICRO_BATCH = 2
-NODE_PREFIX = "node"
 # Twelve processes on a few cores may all stand still for a while; deaths are noticed without it.
 _LEASE_SECONDS = 30.0
 # A job that is stopped and started again waits for the end of the older lease.
@@ -124,7 +120,7 @@ class DemoSettings:
         """The memory that breaks, if one is to."""
         if not self.corrupt:
             return None
-        nodes = [f"{NODE_PREFIX}{number}" for number in range(self.nodes)]
+        nodes = [f"node{number}" for number in range(self.nodes)]
         return plan_corruption(self.seed, self.iterations, nodes)
 
     @property
@@ -166,8 +162,6 @@ def job_name() -> str:
 _OWN = {
     # Host memory everywhere, so that the same bits come out with and without a GPU.
     "CUDA_VISIBLE_DEVICES": "",
-    # The stand-in for CUDA says that it is available.
-    SETTINGS["restart"].variable: "in-process",
     "PYTHONWARNINGS": "ignore",
 }
 """Variables of the demo's trainers, beside those of Megatron on a CPU."""
@@ -175,41 +169,43 @@ _OWN = {
 
 def job_of(
     settings: DemoSettings, folders: DemoFolders, text: Path, name: str, *, snapshots: bool = True
-) -> JobFile:
-    """The job of the protected run, or with ``snapshots=False`` of the uninterrupted one."""
+) -> RunCommand:
+    """The job of the protected run, or with ``snapshots=False`` that of the uninterrupted one."""
     trace = folders.protected if snapshots else folders.oracle
-    broken = settings.broken.variables if snapshots and settings.broken else {}
-    return JobFile(
-        name=name,
-        folder=str(folders.root),
-        command=tuple(_command(settings, settings.layout, folders, text, trace, snapshots)),
-        nodes=settings.nodes,
-        spares=settings.spares,
-        protect=settings.protect,
-        ranks_per_node=settings.ranks_per_node,
-        block_bytes=BLOCK_BYTES,
-        snapshot_interval=SNAPSHOT_INTERVAL,
-        lease=_LEASE_SECONDS if settings.reshape is None else _RESHAPED_LEASE_SECONDS,
-        node_prefix=NODE_PREFIX,
-        logs=f"logs/{'run' if snapshots else 'uninterrupted'}",
-        trace=str(trace),
-        warm_start=snapshots,
-        environment={**ENVIRONMENT, **_OWN, **broken},
-    )
+    flags: Mapping[str, object] = {
+        "--job": name,
+        "--nodes": settings.nodes,
+        "--spares": settings.spares,
+        "--ranks-per-node": settings.ranks_per_node,
+        "--protect": settings.protect,
+        "--lease-seconds": _LEASE_SECONDS if settings.reshape is None else _RESHAPED_LEASE_SECONDS,
+        # The stand-in for CUDA says that it is available.
+        "--restart": "in-process",
+        "--state-dir": folders.state,
+        "--log-dir": folders.logs / ("run" if snapshots else "uninterrupted"),
+    }
+    broken = settings.broken if snapshots else None
+    if broken is not None:
+        flags = {**flags, "--compare-replicas": 1}
+    variables = {**ENVIRONMENT, **_OWN, **(broken.variables if broken else {})}
+    training = _command(settings, settings.layout, folders, text, trace, snapshots)
+    return RunCommand(flags, tuple(training), variables)
 
 
-def reshaped_job(settings: DemoSettings, job: JobFile, folders: DemoFolders, text: Path) -> JobFile:
+def reshaped_job(
+    settings: DemoSettings, job: RunCommand, folders: DemoFolders, text: Path
+) -> RunCommand:
     """The protected run's ``job`` as it is started again in the layout of ``--reshape``."""
     layout = settings.reshape
     assert layout is not None, "the user asked for it"
     nodes = layout.ranks // settings.ranks_per_node
-    return msgspec.structs.replace(
-        job,
-        command=tuple(_command(settings, layout, folders, text, folders.protected, True)),
-        nodes=nodes,
-        spares=len(job.node_names) - nodes,
-        protect=str(possible_scheme(nodes, 1, settings.scheme) or settings.scheme),
-    )
+    changed = {
+        "--nodes": nodes,
+        "--spares": settings.nodes + settings.spares - nodes,
+        "--protect": possible_scheme(nodes, 1, settings.scheme) or settings.scheme,
+    }
+    training = _command(settings, layout, folders, text, folders.protected, True)
+    return replace(job, flags={**job.flags, **changed}, training=tuple(training))
 
 
 # Dropout would be drawn anew in another layout.

@@ -130,7 +130,8 @@ def _refuse_what_run_refuses(
     # Stripes that cannot be made are a finding of their own, and so is the drain folder, which
     # each node tries.
     with suppress(ProtectionError):
-        run.spec_from(arguments, command or ("python",), settings, place)
+        nodes = place.launcher.nodes()
+        run.spec_from(arguments, command or ("python",), settings, place.nodes, nodes)
         make_folder("--drain-export-dir", settings.drain_export_dir)
 
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.cli.chaos.judge import Story, Struck
+from megatron_ft.cli.run import EXIT_BUDGET, EXIT_NO_SPARE, EXIT_UNRECOVERABLE
 from tests.support.campaign import rule as j
 from tests.support.campaign.__main__ import main
 from tests.support.campaign.plan import (
@@ -79,8 +80,8 @@ def instead(story: Story, kind: str, *others: Mapping[str, Any]) -> Story:
     return replace(story, events=[*kept, *others])
 
 
-def stopped(error: str, *strikes: Struck, disk: bool = False) -> Story:
-    end = event(6, "stopped", error=error)
+def stopped(code: int, *strikes: Struck, disk: bool = False) -> Story:
+    end = event(6, "stopped", code=code)
     drained = [event(1.5, "drained", iteration=4)] if disk else []
     events = [*EVENTS[:4], *drained, end]
     return replace(KILLED, events=events, strikes=strikes, end="stopped", starts=())
@@ -103,12 +104,12 @@ OTHER_ITERATION = {"iteration": 5, "loss": "0x0p+0", "state": "s5"}
         (OLDER, j.LOST, "6 was .* 8 was safe"),
         (replace(KILLED, end="hang", reason="waited 9 s"), j.HANG, "waited 9 s"),
         (replace(KILLED, events=[*EVENTS, event(9, "node_lost", node="n1")]), j.GIVEN_UP, "n1"),
-        (stopped("RestartBudgetError", LOST), j.NEEDLESS, "1 nodes lost"),
-        (stopped("NoSpareError", Struck(4, "damage", (0,), (), {"n0": 0})), j.NEEDLESS, "stopped"),
-        (stopped("NoSpareError", LOST), j.HONEST, ""),
-        (stopped("UnrecoverableError", LOST), j.NEEDLESS, "1 nodes lost"),
-        (stopped("UnrecoverableError", LOST, LOST_TOO), j.HONEST, ""),
-        (stopped("UnrecoverableError", LOST, LOST_TOO, disk=True), j.NEEDLESS, "2 nodes lost"),
+        (stopped(EXIT_BUDGET, LOST), j.NEEDLESS, "1 nodes lost"),
+        (stopped(EXIT_NO_SPARE, Struck(4, "damage", (0,), (), {"n0": 0})), j.NEEDLESS, "stopped"),
+        (stopped(EXIT_NO_SPARE, LOST), j.HONEST, ""),
+        (stopped(EXIT_UNRECOVERABLE, LOST), j.NEEDLESS, "1 nodes lost"),
+        (stopped(EXIT_UNRECOVERABLE, LOST, LOST_TOO), j.HONEST, ""),
+        (stopped(EXIT_UNRECOVERABLE, LOST, LOST_TOO, disk=True), j.NEEDLESS, "2 nodes lost"),
     ],
 )
 def test_the_judge_sees_each_way_to_break_a_promise(story: Story, outcome: str, words: str) -> None:
@@ -121,12 +122,12 @@ def test_the_judge_sees_each_way_to_break_a_promise(story: Story, outcome: str, 
 
 
 def test_a_spare_makes_a_stop_for_want_of_a_node_needless() -> None:
-    assert rule(stopped("NoSpareError", LOST), SINCE, 0).good
-    assert rule(stopped("NoSpareError", LOST), SINCE, 1).outcome == j.NEEDLESS
+    assert rule(stopped(EXIT_NO_SPARE, LOST), SINCE, 0).good
+    assert rule(stopped(EXIT_NO_SPARE, LOST), SINCE, 1).outcome == j.NEEDLESS
 
 
 def test_what_happened_before_the_fault_is_not_its_fault() -> None:
-    early = [event(3.1, "node_lost", node="n1"), event(3.2, "stopped", error="NoSpareError")]
+    early = [event(3.1, "node_lost", node="n1"), event(3.2, "stopped", code=EXIT_NO_SPARE)]
     assert rule(replace(KILLED, events=[*EVENTS[:4], *early, *EVENTS[4:]]), SINCE, 0).good
 
 

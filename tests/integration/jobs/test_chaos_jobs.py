@@ -12,12 +12,11 @@ import pytest
 
 from megatron_ft.cli.chaos import command as chaos
 from megatron_ft.cli.chaos.cases import Case
-from megatron_ft.cli.chaos.job import ChaosSettings
 from megatron_ft.cli.chaos.judge import judge
-from megatron_ft.cli.chaos.runner import CaseOutcome, oracle_traces, run_case
+from megatron_ft.cli.chaos.runner import CaseOutcome, ChaosSettings, oracle_traces, run_case
 from megatron_ft.cli.chaos.trace import Lines
 from megatron_ft.cli.main import main
-from tests.support.chaos_cluster import CLUSTER_CLASS
+from tests.support.chaos_cluster import equipment
 from tests.support.warm_host import WarmHost
 
 pytestmark = pytest.mark.mpi
@@ -29,8 +28,8 @@ def settings(
 ) -> ChaosSettings:
     # Not pytest's folder, whose length depends on the test's name: socket paths are short.
     folder = tmp_path_factory.mktemp("c")
-    shared = ChaosSettings(folder, lease=2.0, limit=60.0, iterations=600)
-    return replace(shared, cluster_class=CLUSTER_CLASS, warm=warm_host.path)
+    flags = {"--nodes": 2, "--lease-seconds": 2.0}
+    return ChaosSettings(folder, flags, iterations=600, **equipment(warm_host))
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -28,11 +29,14 @@ pytest.importorskip("torch")
 import torch  # noqa: E402
 
 from megatron_ft.cli.chaos.trace import (  # noqa: E402
+    GATE,
     TraceLine,
     TraceTail,
+    TraceWriter,
     final_lines,
     final_path,
     read_trace,
+    set_gate,
     trace_path,
 )
 from megatron_ft.cli.demo import command as cli  # noqa: E402
@@ -45,7 +49,7 @@ from megatron_ft.cli.demo.faults import (  # noqa: E402
     DemoVictim,
     plan_faults,
 )
-from megatron_ft.cli.demo.protected_run import ProtectedRun  # noqa: E402
+from megatron_ft.cli.demo.protected_run import PATIENCE_SECONDS, ProtectedRun  # noqa: E402
 from megatron_ft.cli.demo.run import Demo, faults_of  # noqa: E402
 from megatron_ft.cli.demo.settings import (  # noqa: E402
     MICRO_BATCH,
@@ -58,6 +62,7 @@ from megatron_ft.cli.demo.settings import (  # noqa: E402
 )
 from megatron_ft.core.errors import ConfigError, ProtectionError  # noqa: E402
 from megatron_ft.launchers.virtual import default_root  # noqa: E402
+from megatron_ft.supervisor.job_state import STATUS  # noqa: E402
 
 
 def _has_megatron() -> bool:
@@ -207,8 +212,8 @@ def test_outputs_that_cannot_be_written_are_refused_at_once(tmp_path: Path) -> N
 
 def test_both_runs_have_the_same_command_but_for_snapshots(tmp_path: Path) -> None:
     settings, folders = DemoSettings(tp=2), DemoFolders(tmp_path)
-    ours = job_of(settings, folders, tmp_path / "text", "a").command
-    oracle = job_of(settings, folders, tmp_path / "text", "b", snapshots=False).command
+    ours = job_of(settings, folders, tmp_path / "text", "a").training
+    oracle = job_of(settings, folders, tmp_path / "text", "b", snapshots=False).training
     assert ours == (*oracle[:-1], str(folders.protected), *SNAPSHOTS)
     assert oracle[-2:] == ("--trace-dir", str(folders.oracle))
 
@@ -263,9 +268,9 @@ def test_both_layouts_train_one_model_on_one_batch(tmp_path: Path) -> None:
     settings, folders = cli.settings_from(parse(*RESHAPED)), DemoFolders(tmp_path)
     before = job_of(settings, folders, tmp_path / "text", "a")
     after = reshaped_job(settings, before, folders, tmp_path / "text")
-    assert (after.nodes, after.node_names, after.protect) == (3, before.node_names, "rs:2+1")
-    after.spec()
-    flags = [dict(itertools.pairwise(job.command)) for job in (before, after)]
+    assert (after.spec.nodes, after.node_names) == (3, before.node_names)
+    assert str(after.spec.scheme) == "rs:2+1"
+    flags = [dict(itertools.pairwise(job.training)) for job in (before, after)]
     differing = {name for name in flags[0] | flags[1] if flags[0].get(name) != flags[1].get(name)}
     flag, padding = "--tensor-model-parallel-size", "--make-vocab-size-divisible-by"
     assert {name for name in differing if name.startswith("--")} == {flag, padding}
@@ -522,7 +527,7 @@ def test_a_fault_waits_for_a_protected_snapshot_that_is_not_old(tmp_path: Path) 
     """After a restart captures are skipped until the encoders are up."""
     folders = DemoFolders(tmp_path)
     job = job_of(DemoSettings(), folders, tmp_path / "text", f"due-{os.getpid()}")
-    run = ProtectedRun(job, (), 80, print)
+    run = ProtectedRun(job, folders.protected, (), 80, print)
     fault = DemoFault(DemoVictim.NODE, 30, 0.5, (0,))
     run._incarnation, run._lines = 2, [line(60, incarnation=2)]
     try:
@@ -532,6 +537,44 @@ def test_a_fault_waits_for_a_protected_snapshot_that_is_not_old(tmp_path: Path) 
             assert run._is_due(fault) is due
     finally:
         run.follower.cluster.destroy()
+
+
+def test_training_waits_for_its_faults_however_slow_encoders_are(tmp_path: Path) -> None:
+    folders, faults = DemoFolders(tmp_path), (DemoFault(DemoVictim.NODE, 30, 0.5, (0,)),)
+    job = job_of(DemoSettings(), folders, tmp_path / "text", f"gate-{os.getpid()}")
+    run, gate = ProtectedRun(job, folders.protected, faults, 80, print), folders.protected / GATE
+    told = {"summary": {"encoders": "down", "incarnation": 1}}
+    job.notes.mkdir(parents=True)
+
+    def at(iteration: int, encoders: str, ago: float = 0.0) -> str:
+        told["summary"]["encoders"] = encoders
+        (job.notes / STATUS).write_text(json.dumps(told))
+        run._incarnation, run._lines = 1, [line(iteration, end=time.time() - ago)]
+        run._set_gate()
+        return gate.read_text()
+
+    try:
+        assert at(29, "down") == "79" and at(30, "down") == "30" and at(31, "up") == "79"
+        assert at(31, "down") == "30" and at(31, "down", PATIENCE_SECONDS + 1) == "79"
+        assert not run._is_due(faults[0])
+        assert at(79, "up", PATIENCE_SECONDS + 1) and run._is_due(faults[0])
+        run._waiting.clear()
+        run._set_gate()
+        assert not gate.exists()
+    finally:
+        run.follower.cluster.destroy()
+
+
+def test_a_rank_waits_at_the_gate_until_it_is_moved(tmp_path: Path) -> None:
+    set_gate(tmp_path, 2)
+    writer, tail = TraceWriter(tmp_path, 0), TraceTail(trace_path(tmp_path, 0))
+    train = threading.Thread(target=lambda: [writer.record(n, None, 0.0) for n in (1, 2, 3)])
+    train.start()
+    time.sleep(0.1)
+    assert [one.iteration for one in tail.read()] == [1, 2] and train.is_alive()
+    set_gate(tmp_path, None)
+    train.join(10)
+    assert [one.iteration for one in tail.read()] == [3]
 
 
 def test_the_command_has_the_defaults_of_the_settings() -> None:
@@ -557,8 +600,12 @@ def run_demo(folder: Path, *flags: str) -> tuple[int, dict[str, Any], Demo]:
 
 
 @real
-def test_a_node_is_lost_and_the_end_is_identical(tmp_path: Path) -> None:
+def test_a_node_is_lost_and_the_end_is_identical(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And so is the end of the command that the demo prints."""
     code, made, demo = run_demo(tmp_path / "demo")
+    (printed,) = re.findall(r"(?<=outside:\n)(?:.*\\\n)+.*", capsys.readouterr().out)
     assert made["identical"], made["comparison"]["differences"]
     assert code == 0
     assert [event["source"] for event in made["events"]] == ["parity"]
@@ -569,6 +616,13 @@ def test_a_node_is_lost_and_the_end_is_identical(tmp_path: Path) -> None:
     assert made["comparison"]["losses"] == 2 * 40
     assert not demo.folders.state.exists()
     assert "<h2>Recoveries in parts</h2>" in demo.folders.report.read_text()
+    for path in demo.folders.protected.iterdir():
+        path.unlink()
+    done = subprocess.run(["bash", "-c", printed], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "training finished" in done.stdout
+    again = compare.compare_runs(demo.folders.protected, demo.folders.oracle, 2, 40)
+    assert again.identical, again.differences
     # The comparison of these very files can fail.
     path = final_path(demo.folders.oracle, 1)
     state = torch.load(path, weights_only=True)

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.cli.chaos.job import ChaosSettings
+from megatron_ft.cli.chaos.runner import ChaosSettings
 from tests.support.campaign import plan as p
 from tests.support.campaign.growth import (
     BOUNDS,
@@ -34,7 +34,7 @@ from tests.support.campaign.growth import (
     sample,
 )
 from tests.support.campaign.run import EpisodeResult, Limits, run_campaign
-from tests.support.chaos_cluster import SOAK_CLUSTER
+from tests.support.chaos_cluster import forked_trainers
 from tests.support.warm_host import WarmHost
 
 MIB = 1 << 20
@@ -244,7 +244,7 @@ def test_a_short_soak() -> None:
     assert {e.kind for e in plan.episodes} == {"kill-encoder", "kill-smp", "kill-trainer"}
     # In a folder of pytest names of sockets may be too long.
     with tempfile.TemporaryDirectory(prefix="mft-soak-") as folder:
-        given = ChaosSettings(Path(folder), limit=240.0, cluster_class=SOAK_CLUSTER, warm=warm.path)
+        given = ChaosSettings(Path(folder), limit=240.0, **forked_trainers(warm))
         limits = Limits(sys.maxsize, time.monotonic() + 240)
         try:
             run_campaign(iter([plan]), given, limits, 1, ports.look, growth)

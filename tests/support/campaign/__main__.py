@@ -26,14 +26,14 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ft.cli.chaos.job import ChaosSettings
+from megatron_ft.cli.chaos.runner import ChaosSettings
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.scheme import Scheme
 from tests.support.campaign.growth import RESTARTED_ROLES, ROLES, Growth, growth_table, judge
 from tests.support.campaign.plan import SCHEMES, WEIGHTS, JobPlan, jobs, soak
 from tests.support.campaign.rule import OUTCOMES
 from tests.support.campaign.run import EpisodeResult, Limits, run_campaign, table
-from tests.support.chaos_cluster import CLUSTER_CLASS, SOAK_CLUSTER
+from tests.support.chaos_cluster import equipment, forked_trainers
 from tests.support.warm_host import WarmHost
 
 
@@ -92,11 +92,10 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         settings = ChaosSettings(
             folder,
+            {"--lease-seconds": arguments.lease_seconds},
             seed=arguments.seed,
-            lease=arguments.lease_seconds,
             limit=arguments.limit_seconds * (1 if growth is None else 4),
-            cluster_class=CLUSTER_CLASS if growth is None else SOAK_CLUSTER,
-            warm="" if arguments.restarts else warm.path,
+            **_equipment(arguments, warm),
         )
         run_campaign(plans, settings, limits, arguments.jobs, on_result, growth)
     finally:
@@ -110,6 +109,13 @@ def main(words: Sequence[str] | None = None) -> int:
     if good:
         shutil.rmtree(folder, ignore_errors=True)
     return 0 if good else 1
+
+
+def _equipment(arguments: argparse.Namespace, host: WarmHost) -> dict[str, tuple[str, ...]]:
+    """Processes that are measured start as a user's do."""
+    if arguments.restarts:
+        return {}
+    return forked_trainers(host) if arguments.soak else equipment(host)
 
 
 def _soak(arguments: argparse.Namespace) -> JobPlan:

@@ -61,7 +61,7 @@ class Growth:
         if taken < self._due or follower.protected_commits(since) < 2:
             return
         self._due = taken + self.every
-        running = [*in_use(roles(follower.job.name)), ("supervisor", follower.process.pid)]
+        running = [*in_use(roles(follower.job.spec.name)), ("supervisor", follower.process.pid)]
         found = (sample(role, pid, taken) for role, pid in running)
         self.samples += [one for one in found if one is not None]
 
@@ -70,7 +70,7 @@ def roles(job: str) -> list[tuple[str, int]]:
     """Role and number of every SMP, encoder, trainer host and trainer of a job that runs."""
     environments = {pid: procfs.read_environment(pid) for pid in procfs.own_processes()}
     ours = {pid: e for pid, e in environments.items() if e.get(JOB) == job and NODE in e}
-    return [(role_of(variables), pid) for pid, variables in ours.items() if not is_client(pid)]
+    return [(role_of(pid, variables), pid) for pid, variables in ours.items() if not is_client(pid)]
 
 
 def in_use(processes: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from megatron_ft.cli.chaos.follow import Follower, until
 from megatron_ft.cli.chaos.inject import RETURN_SECONDS, Injector, send
@@ -18,6 +19,7 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask, sockets
 from megatron_ft.smp.node_folder import STATE_NAME
 from megatron_ft.smp.processes import WRITERS_NAME
+from megatron_ft.supervisor.event_log import EVENTS
 from tests.support import damage
 from tests.support.campaign import plan as p
 from tests.support.campaign.plan import ENCODERS_AWAY, SCHEDULER_AWAY, DrawnFault
@@ -42,11 +44,14 @@ class CampaignInjector(Injector):
     training stops itself.  ``disk`` is what the job drains to, if it can be frozen.
     """
 
-    def __init__(self, follower: Follower, limit: float, disk: FrozenDisk | None) -> None:
+    def __init__(
+        self, follower: Follower, folder: Path, limit: float, disk: FrozenDisk | None
+    ) -> None:
         super().__init__(follower)
         self.restarts = self.drains = 0.0
-        self.stop, self.disk, self._limit = self.job.place / "stop", disk, limit
-        self._active = self.job.node_names[: self.job.nodes]
+        self.stop, self.disk, self._limit = folder / "stop", disk, limit
+        self._away, self._parity = folder / AWAY_NAME, self.job.spec.scheme.parity_members
+        self._active = self.job.node_names[: self.job.spec.nodes]
 
     async def strike(self, fault: DrawnFault) -> None:
         """Do it; what takes a while to undo is undone in the background."""
@@ -63,7 +68,7 @@ class CampaignInjector(Injector):
         elif kind == "stop":
             self._suspend(what, node, fault.seconds)
         elif kind == "lose":
-            self._lose_nodes(fault, self.job.parity + (what == "too-many"))
+            self._lose_nodes(fault, self._parity + (what == "too-many"))
         elif kind == "arena":
             await self._damage(what, node, fault)
         elif kind == "exit":
@@ -91,7 +96,7 @@ class CampaignInjector(Injector):
                 self._follow("trainers" if shows else fault.then, node)
 
     def _has_record(self) -> bool:
-        return (self.job.state_dir / "job.json").exists()
+        return (self.job.notes / "job.json").exists()
 
     def _record(
         self, text: str, *, lost: tuple[str, ...] = (), perhaps: tuple[str, ...] = (), away: bool
@@ -181,7 +186,7 @@ class CampaignInjector(Injector):
     def _follow(self, then: str, node: str) -> None:
         """Make damage show.  A second node is lost only where parity is for two."""
         others = [name for name in self._active if name != node]
-        if then == "node" and self.job.parity > 1:
+        if then == "node" and self._parity > 1:
             self.lose(others[:1])
         elif then == "supervisor":
             self._kill("supervisor", node)
@@ -210,9 +215,8 @@ class CampaignInjector(Injector):
         """Nothing can be started for a while; something ends that has to be."""
         victim = random.Random(fault.seed).choice(["trainers", "smp", "world", "supervisor"])
         self._record(f"the scheduler away for {fault.seconds:.1f} s", away=False)
-        away = self.job.place / AWAY_NAME
-        away.touch()
-        self.later(fault.seconds, lambda: away.unlink(missing_ok=True), "the scheduler back")
+        self._away.touch()
+        self.later(fault.seconds, lambda: self._away.unlink(missing_ok=True), "the scheduler back")
         self._kill(victim, node)
 
     def _exit(self, word: str) -> None:
@@ -225,7 +229,7 @@ class CampaignInjector(Injector):
 
     async def _cut_drain(self, fault: DrawnFault) -> None:
         """Kill the next drain half way: in one of its steps, each of which has its processes."""
-        count, seen = random.Random(fault.seed).randint(1, self.job.nodes + 1), set[int]()
+        count, seen = random.Random(fault.seed).randint(1, self.job.spec.nodes + 1), set[int]()
 
         def struck() -> bool:
             now = self.pids("drain")
@@ -247,7 +251,7 @@ class CampaignInjector(Injector):
             return
         self.disk.freeze()
         try:
-            hangs = await self._expect(lambda: bool(stuck(self.job.name)))
+            hangs = await self._expect(lambda: bool(stuck(self.job.spec.name)))
             self._record(f"a frozen disk, a drain hangs: {hangs}", away=False)
             self._kill("trainers", "")
             await until(self._trains_again, self._limit, lambda: f"training; {self.missing()}")
@@ -276,7 +280,7 @@ class CampaignInjector(Injector):
         super().tidy()
 
     def _pause(self, pause: bool) -> None:
-        for path in sockets(self.cluster.root, self.job.name):
+        for path in sockets(self.cluster.root, self.job.spec.name):
             # One node's word is enough; a spare's SMP may be starting.
             with suppress(MegatronFTError):
                 ask(path, m.Pause(pause))
@@ -295,7 +299,8 @@ class CampaignInjector(Injector):
 
     def _remove_state(self, node: str) -> None:
         self._record("the state folder removed", away=False)
-        shutil.rmtree(self.job.state_dir, ignore_errors=True)
+        for path in set(self.job.notes.iterdir()) - {self.job.notes / EVENTS}:
+            path.unlink(missing_ok=True)
 
     def _damage_writers(self, node: str) -> None:
         self._damage_file(node, WRITERS_NAME)

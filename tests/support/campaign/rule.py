@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ft.cli.chaos.judge import Story, byte_problems, restored, unplanned, walk
+from megatron_ft.cli.run import EXIT_NO_SPARE, EXIT_UNRECOVERABLE, STOPPED
 from megatron_ft.supervisor.event_log import RecordedEvent
 
 RIGHT, HONEST = "right", "honest stop"
@@ -48,7 +49,7 @@ def rule(story: Story, since: float, spares: int) -> Ruling:
     for outcome in OUTCOMES[2:]:
         if found[outcome]:
             return Ruling(outcome, tuple(found[outcome]))
-    stopped = any(e["kind"] == "stopped" and e["at"] >= since for e in story.events)
+    stopped = any(e["kind"] == STOPPED and e["at"] >= since for e in story.events)
     return Ruling(HONEST if stopped else RIGHT)
 
 
@@ -76,9 +77,9 @@ def _starts(story: Story, since: float) -> Iterator[str]:
 def _needless(story: Story, since: float, spares: int) -> Iterator[str]:
     nodes = {node for strike in story.strikes if strike.at >= since for node in strike.nodes}
     for event, known in walk(story):
-        if event["kind"] not in ("stopped", "crashed") or event["at"] < since:
+        if event["kind"] != STOPPED or event["at"] < since:
             continue
         too_many = len(known.lost) > story.parity and known.drained < 0
-        honest = {"UnrecoverableError": too_many, "NoSpareError": len(nodes) > spares}
-        if not honest.get(event["error"], False):
+        honest = {EXIT_UNRECOVERABLE: too_many, EXIT_NO_SPARE: len(nodes) > spares}
+        if not honest.get(event["code"], False):
             yield f"the job stopped with {len(known.lost)} nodes lost: {event['text']}"

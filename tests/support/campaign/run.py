@@ -13,21 +13,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import msgspec
-
 from megatron_ft.cli.chaos.follow import Follower, until
-from megatron_ft.cli.chaos.job import ChaosSettings
 from megatron_ft.cli.chaos.judge import Story
-from megatron_ft.cli.chaos.runner import oracle_traces
+from megatron_ft.cli.chaos.runner import ChaosSettings, oracle_traces
 from megatron_ft.cli.chaos.trace import Lines, read_traces
+from megatron_ft.cli.run import EXIT_NO_SPARE
+from megatron_ft.config import SETTINGS
 from tests.support.campaign.growth import Growth
 from tests.support.campaign.inject import CampaignInjector
 from tests.support.campaign.plan import START, Episode, JobPlan
 from tests.support.campaign.rule import Ruling, rule
+from tests.support.chaos_cluster import AWAY_FILE, AWAY_NAME
 from tests.support.frozen_disk import can_freeze, freezable
 
 MOST_SUPERVISORS = 200
 SNAPSHOT_INTERVAL, DRAIN_INTERVAL = 4, 40
+INTERVAL = SETTINGS["snapshot_interval"].variable
 DISK_MIB = 64
 
 
@@ -128,8 +129,9 @@ class _Oracles:
         size = (plan.nodes * plan.ranks_per_node, plan.iterations)
         with self._lock:
             if size not in self._known:
-                alone = replace(self._settings, nodes=size[0], ranks_per_node=1, protect="none")
-                self._known[size] = oracle_traces(replace(alone, iterations=size[1]))
+                flags = {"--nodes": size[0], "--protect": "none"}
+                alone = replace(self._settings, flags=flags, iterations=size[1])
+                self._known[size] = oracle_traces(alone)
             return self._known[size]
 
 
@@ -170,23 +172,23 @@ class _Job:
     ) -> None:
         self.plan, self.oracle, self.limit, self.folder = plan, oracle, settings.limit, folder
         self._growth = growth
-        settings = replace(
-            settings,
-            nodes=plan.nodes,
-            protect=plan.protect,
-            ranks_per_node=plan.ranks_per_node,
-            iterations=plan.iterations,
-        )
-        job = settings.job(folder.name, folder, plan.spares)
-        self.job = msgspec.structs.replace(
-            job,
-            command=(*job.command, *["--resilient"] * plan.restarts),
-            warm_start=plan.restarts,
-            slots=plan.slots,
-            snapshot_interval=1 if plan.gap else SNAPSHOT_INTERVAL,
-            drain_interval=DRAIN_INTERVAL if plan.drains else 0,
-            transport=plan.transport,
-        )
+        self._disk = folder / "disk"
+        flags = {
+            "--nodes": plan.nodes,
+            "--spares": plan.spares,
+            "--ranks-per-node": plan.ranks_per_node,
+            "--protect": plan.protect,
+            "--slots": plan.slots,
+            "--transport": plan.transport,
+            "--warm-start": "on" if plan.restarts else "off",
+        }
+        if plan.drains:
+            flags |= {"--drain-dir": self._disk, "--drain-interval": DRAIN_INTERVAL}
+        job = replace(settings, iterations=plan.iterations).job(folder.name, folder, flags)
+        interval = str(1 if plan.gap else SNAPSHOT_INTERVAL)
+        own = {INTERVAL: interval, AWAY_FILE: str(folder / AWAY_NAME)}
+        training = (*job.training, *["--resilient"] * plan.restarts)
+        self.job = replace(job, training=training, variables={**job.variables, **own})
         self.follower = Follower(self.job, MOST_SUPERVISORS)
         self._end = ""
 
@@ -194,9 +196,9 @@ class _Job:
         with ExitStack() as opened:
             disk = None
             if self.plan.hangs and can_freeze():
-                place = self.job.drain_dir
+                place = self._disk
                 disk = opened.enter_context(freezable(place.parent, DISK_MIB, place.name))
-            self.striker = CampaignInjector(self.follower, self.limit, disk)
+            self.striker = CampaignInjector(self.follower, self.folder, self.limit, disk)
             await self._run(limits, on_result)
 
     async def _run(self, limits: Limits, on_result: OnResult) -> None:
@@ -232,9 +234,9 @@ class _Job:
         except TimeoutError as error:
             end, reason = "hang", str(error)
         follower.read()
-        traces = read_traces(self.folder / "trace", self.plan.nodes)
+        traces = read_traces(self.folder / "trace", self.plan.nodes * self.plan.ranks_per_node)
         story = Story(
-            parity=self.job.parity,
+            parity=self.job.spec.scheme.parity_members,
             events=follower.events,
             strikes=striker.strikes,
             traces=traces,
@@ -260,7 +262,7 @@ class _Job:
     def _to_be_continued(self) -> bool:
         """True if the job stopped for lack of a node, or training stopped itself as planned."""
         if self._end == "stopped":
-            return self.follower.last_error()[0] == "NoSpareError"
+            return self.follower.code == EXIT_NO_SPARE
         return self._end == "finished" and self.striker.stop.exists()
 
     async def _again(self) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.cli.chaos.judge import Story, Struck, judge
 from megatron_ft.cli.chaos.trace import Lines
+from megatron_ft.cli.run import EXIT_NO_SPARE, EXIT_UNRECOVERABLE
 from tests.support.chaos_events import ORACLE, commit, event, restoring, trained
 
 EVENTS = [
@@ -57,8 +58,8 @@ def flipped(lines: Lines, number: int, **changes: str) -> Lines:
     [
         (replace(GOOD, reached=False), "never reached"),
         (replace(GOOD, end="hang", reason="waited 9 s for n1"), "hang: waited 9 s for n1"),
-        (replace(GOOD, end="stopped", error="NoSpareError", reason="no spare"), "stopped: no sp"),
-        (replace(GOOD, end="stopped", error="UnrecoverableError", disk=False), "the job stopped"),
+        (replace(GOOD, end="stopped", code=EXIT_NO_SPARE, reason="no spare"), "stopped: no sp"),
+        (replace(GOOD, end="stopped", code=EXIT_UNRECOVERABLE, disk=False), "the job stopped"),
         (with_restore(restoring(6, 4, "parity")), "iteration 4 was restored from parity.*6 was s"),
         (with_restore(restoring(6, 6, "disk")), "the disk was taken with 1 nodes lost"),
         (with_restore(event(6, "other")), "started again from nothing"),
@@ -86,10 +87,10 @@ def test_too_many_losses_are_served_by_the_disk_or_refused() -> None:
     assert judge(with_restore(restoring(6, 4, "disk"), gone)).good
     late = judge(with_restore(restoring(6, 2, "disk"), gone)).problems
     assert late and "4 was safe" in late[0]
-    refused = replace(gone, events=EVENTS[:6], end="stopped", error="UnrecoverableError")
+    refused = replace(gone, events=EVENTS[:6], end="stopped", code=EXIT_UNRECOVERABLE)
     assert judge(replace(refused, disk=False)).good
     assert not judge(refused).good, "there was a disk"
-    assert not judge(replace(refused, disk=False, error="AssertionError")).good
+    assert not judge(replace(refused, disk=False, code=2)).good
 
 
 def test_with_no_node_lost_a_local_snapshot_must_be_used() -> None:

@@ -88,7 +88,7 @@ def test_bad_usage_exits_2(argv: list[str]) -> None:
         ("run --node 4 -- true", "there is no flag --node; did you mean --nodes?"),
         ("run --nodes four -- true", "--nodes: 'four' is not a whole number; see"),
         ("drain --to x --bandwidth-mib nan", "--bandwidth-mib: 'nan' is not a number; see"),
-        ("clean --all more", "more is one too many; see `megatron-ft clean --help`"),
+        ("clean --all more", "unexpected argument 'more'; see `megatron-ft clean --help`"),
         ("chaos list", "no program 'list'"),
     ],
 )

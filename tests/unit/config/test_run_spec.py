@@ -64,7 +64,8 @@ def spec(tmp_path: Path) -> JobSpec:
     # Longer paths would not fit into the address of a socket.
     with tempfile.TemporaryDirectory() as root:
         place = run_place.place_of(arguments, Path(root), tmp_path / "notes", tmp_path / "meeting")
-    return run.spec_from(arguments, command, settings, place)
+    nodes = place.launcher.nodes()
+    return run.spec_from(arguments, command, settings, place.nodes, nodes, place.seconds_left)
 
 
 @pytest.mark.parametrize("name", sorted(JOB_SETTINGS))

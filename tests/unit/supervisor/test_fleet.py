@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.cli.chaos.job import JobFile
+from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ControlPlaneError, SchedulerAwayError
 from megatron_ft.supervisor import processes
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.processes import SmpFleet
+from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import Supervisor
 from tests.support.chaos_cluster import AWAY_NAME, EquippedCluster
 from tests.support.jobs import Job
@@ -50,10 +51,13 @@ def test_an_smp_that_was_too_slow_does_not_pass_for_the_one_before(
 
 def supervised(made: list[Any], folder: Path, state: JobState) -> Supervisor:
     """The supervisor of a job of two nodes, started as Slurm starts one."""
-    job = JobFile(state.record.name, str(folder), ("true",), 2, 0, "none")
-    cluster = EquippedCluster(job)
+    name, settings = state.record.name, SnapshotConfig(protect="none", lease_seconds=4.0)
+    spec = JobSpec(
+        name=name, command=("true",), nodes=2, settings=settings, log_dir=folder / "logs"
+    )
+    cluster = EquippedCluster(name, ["n0", "n1"], away=folder / AWAY_NAME)
     made.append(SimpleNamespace(cluster=cluster))
-    return Supervisor(job.spec(), cluster, state)
+    return Supervisor(spec, cluster, state)
 
 
 def test_a_scheduler_that_is_away_costs_no_node(made: list[Any], tmp_path: Path) -> None:
