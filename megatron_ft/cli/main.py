@@ -106,7 +106,7 @@ def _dispatch(argv: list[str]) -> int:
         near = suggestion(argv[0], [c.name for c in COMMANDS])
         raise ConfigError(f"there is no command {argv[0]!r}{near or '; see `megatron-ft --help`'}")
     if command is None:
-        # Prints help or version and leaves, or refuses what is no subcommand.
+        # Prints help or version and leaves, or refuses what is not a subcommand.
         _overview_parser().parse_args(argv)
         raise AssertionError("the table of subcommands and the parser disagree")
     try:

@@ -23,7 +23,9 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from megatron_ft.cli import run_place
 from megatron_ft.cli.common import say
@@ -134,7 +136,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         "--shapes",
         metavar="FILE",
         help="arguments to add to the training command when the job continues with fewer nodes: a "
-        'file like {"3": ["--flag", "value"], "2": null}; with null never on so many',
+        'file like {"3": ["--flag", "value"], "2": null}; with null it never uses that number',
     )
     group.add_argument(
         "--state-dir",
@@ -245,7 +247,6 @@ def _kinds(text: str) -> tuple[str, ...]:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the job; see EXIT_CODES."""
     command = command_of(arguments)
     settings = settle(vars(arguments), command, os.environ)
     code = run_place.serve(arguments)
@@ -375,25 +376,22 @@ def spec_from(
             "--shapes has no effect: the job may not continue with fewer nodes; add --on-no-spare "
             "shrink or auto"
         )
-    return JobSpec(
-        name=arguments.job,
-        command=tuple(command),
-        nodes=nodes,
-        spares=arguments.spares,
-        ranks_per_node=arguments.ranks_per_node,
-        trainer_per_node=arguments.trainer_per_node,
-        warm_start=arguments.warm_start == "on",
-        settings=settings,
-        from_scratch=arguments.from_scratch,
-        free_on_exit=arguments.free_on_exit,
-        restore_from=arguments.restore_from,
-        log_dir=arguments.log_dir or state_folder(arguments.job, arguments.state_dir) / "logs",
-        domains=read_domains(source, names) if source else {},
-        shapes=read_shapes(arguments.shapes, nodes, arguments.ranks_per_node, command),
-        place_seconds=seconds_left,
-        health_command=arguments.health_command or "",
-        health_seconds=arguments.health_seconds,
-    )
+    # A flag of the same name as a field needs no line here.
+    given = {f.name: getattr(arguments, f.name) for f in fields(JobSpec) if f.name in arguments}
+    log_dir = arguments.log_dir or state_folder(arguments.job, arguments.state_dir) / "logs"
+    computed: dict[str, Any] = {
+        "name": arguments.job,
+        "command": tuple(command),
+        "nodes": nodes,
+        "warm_start": arguments.warm_start == "on",
+        "settings": settings,
+        "log_dir": log_dir,
+        "domains": read_domains(source, names) if source else {},
+        "shapes": read_shapes(arguments.shapes, nodes, arguments.ranks_per_node, command),
+        "place_seconds": seconds_left,
+        "health_command": arguments.health_command or "",
+    }
+    return JobSpec(**{**given, **computed})
 
 
 STOPPED = "stopped"

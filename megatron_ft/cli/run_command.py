@@ -41,7 +41,6 @@ class RunCommand:
 
     @property
     def words(self) -> list[str]:
-        """The arguments of the process."""
         given = ((name, str(value)) for name, value in self.flags.items())
         return [*self.program, "run", *chain.from_iterable(given), "--", *self.training]
 
@@ -76,7 +75,6 @@ class RunCommand:
 
     @property
     def node_names(self) -> list[str]:
-        """All nodes, spares last."""
         return virtual_nodes(self._arguments)[1]
 
     @property

@@ -80,7 +80,7 @@ def make_folder(flag: str, folder: Path | None) -> None:
         raise ConfigError(f"{flag} {folder} cannot be made: {error.strerror}") from error
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         raise ConfigError(
-            f"{flag} {folder} may not be written to by user {os.geteuid()}, or is no folder"
+            f"{flag} {folder} may not be written to by user {os.geteuid()}, or is not a folder"
         )
 
 
@@ -95,7 +95,6 @@ class RunSummary:
         self.trained = False
 
     def __call__(self, event: JobEvent) -> None:
-        """Record an event."""
         if event.kind == "training":
             self.trained = True
         elif event.kind == "drained":
@@ -105,7 +104,6 @@ class RunSummary:
             self._places["exported"] = event.text
 
     def lines(self) -> list[str]:
-        """Lines for people, one a place."""
         return [f"{name}: {place}" for name, place in self._places.items()]
 
     def unprotected(self) -> str:

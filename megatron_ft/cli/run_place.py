@@ -77,7 +77,6 @@ class RunPlace:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that choose a place."""
     group = parser.add_argument_group("the nodes")
     group.add_argument(
         "--launcher",

@@ -150,7 +150,7 @@ def is_torchrun(command: Sequence[str]) -> bool:
 
 
 def ranks_of(command: Sequence[str]) -> int | None:
-    """Ranks per node as torchrun's own flag says; None without it, or where it is no number."""
+    """Ranks per node as torchrun's own flag says; None without it, or where it is not a number."""
     value = dict(_flags(command)).get("nproc-per-node", "")
     return int(value) if value.isdecimal() else None
 

@@ -31,7 +31,7 @@ class JobSpec:
     ``from_scratch`` allows a start from nothing when neither memory nor disk has a state;
     ``free_on_exit`` takes every end with 0 for the planned one.
     ``restore_from`` is a drained checkpoint, perhaps another job's, to start from then.
-    ``environment`` is for trainers, beside the variables of the settings.
+    ``environment`` is for trainers, in addition to the variables of the settings.
     ``domains`` is the failure domain of each node; a node that is not named is one of its own.
     ``shapes`` are for when it continues with fewer nodes.
     ``health_command`` votes on nodes before each start, "" for none, within ``health_seconds``.
@@ -95,7 +95,7 @@ class JobSpec:
         return self.own_timing or Timing(lease=lease, node_timeout=1.5 * lease)
 
     def arguments_for(self, nodes: int) -> tuple[str, ...]:
-        """Further arguments of the training command on so many nodes; none on all of them."""
+        """Further arguments of the training command on this number of nodes; none on all of them."""
         return self.shapes.get(nodes) or ()
 
     def shape_note(self, nodes: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,16 +10,17 @@ import msgspec
 from megatron_ft.arena.limits import MemoryReading
 from megatron_ft.cli.doctor.facts import (
     ArenaPlace,
+    AskedJob,
     Facts,
     NodeFacts,
     SharedFolder,
     TrainerFacts,
     TrialRank,
-    Wishes,
     WorldFacts,
 )
-from megatron_ft.core.scheme import Scheme
+from megatron_ft.config import SETTINGS, SnapshotConfig
 from megatron_ft.supervisor.health import Vote
+from megatron_ft.supervisor.spec import JobSpec
 
 GIB = 1 << 30
 NODES = ("n0", "n1", "n2", "n3", "n4")
@@ -26,20 +28,19 @@ PACKAGES = {"torch": "2.13.0", "megatron-core": "0.19.2", "deepspeed": "0.19.8"}
 STEP = "0::/system.slice/slurmstepd.scope/job_7/step_{}/user/task_0\n"
 
 
-def wishes(**changes: Any) -> Wishes:
-    good = Wishes(
-        scheme=Scheme.parse("rs:3+1"),
-        active=NODES[:4],
-        spares=NODES[4:],
-        ranks_per_node=8,
-        slot_count=2,
-        shard_bytes=10 * GIB,
-        drain_dir="/drain",
-        drain_keep=2,
-        export_dir="/exports",
-        megatron=True,
-    )
-    return msgspec.structs.replace(good, **changes)
+def asked(**changes: Any) -> AskedJob:
+    """A job; changes are fields of AskedJob, of its spec, or settings."""
+    own = {n: changes.pop(n) for n in AskedJob.__struct_fields__ if n in changes}
+    given = {n: changes.pop(n) for n in SETTINGS if n in changes}
+    given = {"slots": 2, "drain_dir": Path("/drain"), **given}
+    if given["drain_dir"]:
+        given = {"drain_interval": 10, "drain_export_dir": Path("/exports"), **given}
+    settings = SnapshotConfig(**given)
+    active = own.setdefault("active", NODES[:4])
+    own = {"spares": NODES[4:], "shard_bytes": 10 * GIB, "megatron": True, **own}
+    usual = {"command": ("python", "train.py"), "nodes": len(active), "ranks_per_node": 8}
+    spec = JobSpec(name="job", settings=settings, **{**usual, **changes})
+    return AskedJob(spec=spec, **{"scheme": spec.scheme, **own})
 
 
 def node(name: str, **changes: Any) -> NodeFacts:
@@ -92,7 +93,7 @@ def folders(name: str = "", **changes: Any) -> dict[str, SharedFolder]:
 
 def facts(**changes: Any) -> Facts:
     good = Facts(
-        wishes=wishes(),
+        job=asked(),
         nodes={name: node(name) for name in NODES},
         trainers={name: trainer(name) for name in NODES},
         world=world(),

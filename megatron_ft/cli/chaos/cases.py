@@ -33,7 +33,7 @@ VICTIMS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One fault at one point, with so many more nodes lost at the same moment.
+    """One fault at one point, with ``losses`` more nodes lost at the same moment.
 
     ``disk`` says whether the job drains; without it, what memory cannot serve is refused.
     """
@@ -51,7 +51,7 @@ class Case:
         disk = words[4:] != ["nodisk"]
         if not 4 <= len(words) <= 5 or (disk and words[4:]) or not words[3].isdecimal():
             raise ConfigError(
-                f"{text!r} is no case; write <point>:<victim>:<fault>:<losses>, as in "
+                f"{text!r} is not a case; write <point>:<victim>:<fault>:<losses>, as in "
                 "encode.half:encoder:kill:1"
             )
         case = cls(words[0], words[1], words[2], int(words[3]), disk)
@@ -75,13 +75,11 @@ class Case:
             )
 
     def __str__(self) -> str:
-        """The text that ``parse`` takes."""
         end = "" if self.disk else ":nodisk"
         return f"{self.point}:{self.victim}:{self.fault}:{self.losses}{end}"
 
     @property
     def at(self) -> Point:
-        """The point."""
         return POINTS[self.point]
 
     def nodes_lost(self) -> int:
@@ -115,7 +113,6 @@ def all_cases(nodes: int, parity: int) -> list[Case]:
 
 
 def _living_at(point: Point) -> tuple[str, ...]:
-    """Roles of the processes that live when a point is reached."""
     living = ["trainer", "smp", "encoder", "supervisor"]
     if point.occasion in ("trainer lost", "node lost"):
         living.remove("trainer")

@@ -41,7 +41,6 @@ EXIT_CODES: Mapping[int, str] = {1: "a case failed"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``megatron-ft chaos``."""
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="show points, victims and faults")
     what.add_argument(
@@ -113,7 +112,6 @@ def _cases(arguments: argparse.Namespace, nodes: int, parity: int) -> list[Case]
 
 
 def _run_all(cases: Sequence[Case], settings: ChaosSettings, json_path: Path | None) -> int:
-    """Run one case after the other, print a line of each, and keep them; how many failed."""
     oracle, results = _oracle(settings), []
     for number, case in enumerate(cases, 1):
         outcome = run_case(case, settings, oracle)
@@ -142,7 +140,6 @@ def _oracle(settings: ChaosSettings) -> dict[int, Lines]:
 
 
 def listing() -> str:
-    """Points with what is done by then, victims with their faults."""
     lines = ["points (reached by, once):"]
     for point in POINTS.values():
         lines.append(f"  {point.name:<26}{point.role:<12}{point.occasion:<18}{point.text}")
@@ -163,7 +160,6 @@ def in_words(outcome: CaseOutcome) -> str:
 
 
 def as_json(outcome: CaseOutcome) -> dict[str, Any]:
-    """The entry of a case in --json."""
     verdict = outcome.verdict
     return {
         "case": str(outcome.case),
@@ -180,7 +176,6 @@ def as_json(outcome: CaseOutcome) -> dict[str, Any]:
 
 
 def failure(outcome: CaseOutcome, settings: ChaosSettings) -> str:
-    """A case that failed, as text: why, what was done, the last events, how to repeat it."""
     done = "; ".join(strike.text for strike in outcome.story.strikes) or "nothing"
     again = ["megatron-ft", "chaos", "--case", str(outcome.case), "--seed", str(settings.seed)]
     again += [str(word) for pair in settings.flags.items() for word in pair]

@@ -81,7 +81,6 @@ class Follower:
         return ""
 
     def count(self, kind: str, since: float = 0.0) -> int:
-        """Events of a kind after a moment."""
         return sum(event["kind"] == kind and event["at"] > since for event in self.events)
 
     def protected_commits(self, since: float = 0.0) -> int:
@@ -106,7 +105,6 @@ class Follower:
         return summary
 
     def reason(self) -> str:
-        """Why the job stopped, in its own words."""
         told = [e["text"] for e in self.events if e["kind"] == STOPPED]
         last = f"its command ended with {self.code}; end of {self.log}:\n{last_lines(self.log)}"
         return str(told[-1] if told else last).removeprefix("megatron-ft: stopped: ")
@@ -118,7 +116,6 @@ class Follower:
         self.cluster.destroy()
 
     def tail(self, count: int = 12) -> str:
-        """The last events, for a report."""
         start = self.events[0]["at"] if self.events else 0.0
         shown = [e for e in self.events if e["text"] and e["kind"] != "committed"][-count:]
         return "\n".join(f"{e['at'] - start:7.2f} s {e['kind']}: {e['text']}" for e in shown)

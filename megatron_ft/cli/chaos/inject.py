@@ -61,7 +61,6 @@ _ROLES = {"megatron_ft.smp": "smp", "megatron_ft.checkpoint": "drain"}
 
 
 def send(pids: Iterable[int], number: signal.Signals) -> None:
-    """Signal those that still run."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -92,17 +91,14 @@ class Injector:
         self.strikes.append(Struck(self.quiet, text, tuple(lost), tuple(nodes), suspended or {}))
 
     def pids(self, role: str, node: str = "") -> list[int]:
-        """Numbers of the processes in a role, the supervisor's included."""
         if role == "supervisor":
             return [self.follower.process.pid]
         return processes(self.job.spec.name, role, node)
 
     def kill(self, role: str, node: str = "") -> None:
-        """SIGKILL to all processes in a role, on one node or on all."""
         send(self.pids(role, node), signal.SIGKILL)
 
     def suspend(self, pids: Sequence[int], seconds: float, whom: str) -> None:
-        """SIGSTOP, and SIGCONT later."""
         send(pids, signal.SIGSTOP)
         self.later(seconds, lambda: send(pids, signal.SIGCONT), f"SIGCONT to {whom}")
 
@@ -112,12 +108,10 @@ class Injector:
             self.cluster.kill_node(node, keep_folder=keep)
 
     def revive(self, nodes: Sequence[str]) -> None:
-        """Have lost nodes return, with what is left in their folders."""
         for node in nodes:
             self.cluster.revive(node)
 
     def later(self, seconds: float, cure: Callable[[], object], text: str) -> None:
-        """Undo something after a while, in the background."""
 
         async def work() -> None:
             await asyncio.sleep(seconds)
@@ -128,17 +122,14 @@ class Injector:
         self._cures.add(asyncio.get_running_loop().create_task(task, name=text))
 
     def curing(self) -> list[str]:
-        """Everything that is still to be undone, in words."""
         return [cure.get_name() for cure in self._cures if not cure.done()]
 
     def missing(self) -> str:
-        """List what a job that does not come to rest waits for, and its last events."""
         done = self.follower.protected_commits(self.quiet)
         wanted = [f"2 protected snapshots after the fault ({done} so far)", *self.curing()]
         return f"{', '.join(wanted)}; the last events:\n{self.follower.tail()}"
 
     def tidy(self) -> None:
-        """Leave no process and no folder in shared memory."""
         for cure in self._cures:
             cure.cancel()
         self.follower.end()
@@ -213,7 +204,6 @@ class CaseInjector(Injector):
             send(pids, signal.SIGKILL)
 
     def lose(self, nodes: Sequence[str], *, keep: bool = False) -> None:
-        """Lose nodes with their memory, or keep that and have them return."""
         active = self.follower.active()
         self.lost |= {node: active.index(node) for node in nodes}
         words = "lost, to come back" if keep else "lost with its memory"

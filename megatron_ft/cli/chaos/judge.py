@@ -74,12 +74,10 @@ class Verdict:
 
     @property
     def good(self) -> bool:
-        """True if the case passed."""
         return not self.problems
 
 
 def judge(story: Story) -> Verdict:
-    """The verdict."""
     restores = tuple(restored(story))
     problems = [
         *_end(story),
@@ -92,7 +90,6 @@ def judge(story: Story) -> Verdict:
 
 
 def restored(story: Story) -> Iterator[JudgedRestore]:
-    """Every restore, with what was known to be safe when it was decided."""
     for event, known in walk(story):
         if event["kind"] == "restoring":
             least, lost = known.least(), len(known.lost)
@@ -134,7 +131,6 @@ class Known:
     fresh: bool = True
 
     def record(self, event: RecordedEvent) -> None:
-        """Take in what an event says of safety."""
         if event["kind"] == "trainers_started":
             self.fresh = True
         elif event["kind"] == "drained":
@@ -189,7 +185,6 @@ def _restores(story: Story, restores: Sequence[JudgedRestore]) -> Iterator[str]:
 
 
 def unplanned(story: Story, since: float = 0.0) -> Iterator[str]:
-    """Nodes that were given up after a moment although nothing had struck them."""
     struck = {node for strike in story.strikes for node in (*strike.nodes, *strike.suspended)}
     for event in story.events:
         given_up = event["kind"] in ("node_lost", "spare_lost") and event["at"] >= since
@@ -198,7 +193,6 @@ def unplanned(story: Story, since: float = 0.0) -> Iterator[str]:
 
 
 def byte_problems(story: Story) -> Iterator[str]:
-    """Lines of ranks that differ from the uninterrupted run, and iterations left out."""
     if story.oracle:
         if not story.traces and story.end != "stopped":
             yield "nothing was trained"

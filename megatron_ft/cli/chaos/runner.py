@@ -63,7 +63,6 @@ class ChaosSettings:
     program: tuple[str, ...] = PROGRAM
 
     def job(self, name: str, folder: Path, more: Mapping[str, object]) -> RunCommand:
-        """The job of a case, with everything that it writes in ``folder``."""
         places = {"--state-dir": folder / "state", "--log-dir": folder / "logs"}
         usual = {"--nodes": 2, "--protect": "xor:2", "--slots": 2, "--lease-seconds": 4.0}
         variables = {trace.VARIABLE: str(folder / "trace"), "OMP_NUM_THREADS": "1"}
@@ -160,7 +159,6 @@ class _CaseRun:
         return CaseOutcome(self.case, story, judge(story), 0.0, follower.tail(), self.folder)
 
     def _faults(self) -> list[PointFault]:
-        """The plan: where processes stand still, and what they then do to themselves."""
         case, chance = self.case, self.chance
         node = self.job.node_names[chance.position]
         steady = case.at.occasion in ("training", "smp lost") and case.at.role != "supervisor"
@@ -192,7 +190,6 @@ class _CaseRun:
         writer.close()
 
     async def _drive(self) -> None:
-        """The case from start to end."""
         await self._until(self._ready, lambda: "a protected snapshot")
         (self.folder / ARMED_NAME).touch()
         self.injector.provoke()
@@ -211,7 +208,6 @@ class _CaseRun:
         return bool(self.ended)
 
     def _ready(self) -> bool:
-        """True if there is something to lose."""
         drained = not self.drains or self.follower.count("drained") > 0
         return drained and self.follower.protected_commits() >= 2
 

@@ -21,36 +21,14 @@ import msgspec
 from megatron_ft.core.environment import INCARNATION
 
 VARIABLE = "MEGATRON_FT_CHAOS_TRACE"
+GATE = "gate"
 
 Lines = list[dict[str, Any]]
 """Lines of one rank, in the order written; iterations that were trained again are there again."""
 
 
 def trace_path(folder: Path, rank: int) -> Path:
-    """The file that holds one rank's lines."""
     return folder / f"rank{rank}.jsonl"
-
-
-GATE = "gate"
-
-
-def set_gate(folder: Path, iteration: int | None) -> None:
-    """Have ranks with a TraceWriter wait at the end of an iteration, and of later ones, until the
-    gate is set to one that is later still, or to None."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if iteration is None:
-        (folder / GATE).unlink(missing_ok=True)
-        return
-    half = folder / f"{GATE}.half"
-    half.write_text(str(iteration))
-    half.replace(folder / GATE)
-
-
-def _gate(folder: Path) -> float:
-    try:
-        return float((folder / GATE).read_text())
-    except FileNotFoundError:
-        return math.inf
 
 
 def final_path(folder: Path, rank: int) -> Path:
@@ -70,7 +48,6 @@ class Trace:
 
     @classmethod
     def from_env(cls, rank: int) -> Trace:
-        """The trace that this process's environment asks for."""
         folder = os.environ.get(VARIABLE)
         return cls(Path(folder) if folder else None, rank)
 
@@ -84,14 +61,14 @@ class Trace:
         os.close(self._descriptor)
 
     def started(self, iteration: int) -> None:
-        """Record from which iteration this process of the rank starts, and when."""
+        """Record the iteration from which this process of the rank starts, and when."""
         if self._starts is not None:
             with self._starts.open("a") as file:
                 file.write(json.dumps({"at": time.monotonic(), "iteration": iteration}) + "\n")
 
 
 def read_traces(folder: Path, ranks: int) -> dict[int, Lines]:
-    """The lines of every rank that wrote some."""
+    """The lines of each rank that has written any."""
     paths = {rank: trace_path(folder, rank) for rank in range(ranks)}
     return {
         rank: [json.loads(line) for line in path.read_text().splitlines()]
@@ -143,24 +120,33 @@ class TraceLine(msgspec.Struct, frozen=True):
 
     @property
     def loss_value(self) -> float | None:
-        """The loss as a number."""
         return None if self.loss is None else float.fromhex(self.loss)
 
 
-_DECODER = msgspec.json.Decoder(TraceLine)
+def set_gate(folder: Path, iteration: int | None) -> None:
+    """Make ranks with a TraceWriter wait after this iteration, and after any later one.
+
+    They continue when the gate is later than where they are; None removes it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if iteration is None:
+        (folder / GATE).unlink(missing_ok=True)
+        return
+    half = folder / f"{GATE}.half"
+    half.write_text(str(iteration))
+    half.replace(folder / GATE)
 
 
 class TraceWriter:
     """Appends this rank's TraceLines."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._trace, self._folder = Trace(folder, rank), folder
+        self._trace, self._gate = Trace(folder, rank), folder / GATE
         self._incarnation = 0
         self._samples: list[int] = []
         self._last_end: float | None = None
 
     def observe(self, sample: int) -> None:
-        """Note a sample that was read for the iteration under way."""
         self._samples.append(sample)
 
     def begin(self) -> None:
@@ -168,8 +154,10 @@ class TraceWriter:
         self._samples = []
 
     def record(self, iteration: int, loss: float | None, started: float) -> None:
-        """Write the line of an iteration that began at ``started`` (time.perf_counter), then wait
-        at the gate, if there is one."""
+        """Write the line of an iteration that began at ``started`` (time.perf_counter).
+
+        Returns when the gate, if there is one, is a later iteration.
+        """
         ended, incarnation = time.perf_counter(), int(os.environ.get(INCARNATION, "0"))
         # A process that restarts in itself trains in several incarnations.
         if self._last_end is None or incarnation != self._incarnation:
@@ -183,9 +171,15 @@ class TraceWriter:
             time=round(time.time(), 3),
             pid=os.getpid(),
         )
-        while iteration >= _gate(self._folder):
+        while iteration >= self._may_finish():
             time.sleep(0.02)
         self._samples, self._last_end = [], time.perf_counter()
+
+    def _may_finish(self) -> float:
+        try:
+            return float(self._gate.read_text())
+        except FileNotFoundError:
+            return math.inf
 
 
 class TraceTail:
@@ -193,6 +187,7 @@ class TraceTail:
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
+        self._decoder = msgspec.json.Decoder(TraceLine)
 
     def read(self) -> list[TraceLine]:
         """Lines that were completed since the last call."""
@@ -202,7 +197,7 @@ class TraceTail:
             file.seek(self._offset)
             complete = file.read().rpartition(b"\n")[0]
         self._offset += len(complete) + bool(complete)
-        return [_DECODER.decode(line) for line in complete.splitlines()]
+        return [self._decoder.decode(line) for line in complete.splitlines()]
 
 
 def read_trace(folder: Path, rank: int) -> list[TraceLine]:

@@ -31,7 +31,6 @@ ENDS = {"": True, "early": False, "unknown": None}
 
 
 def build(rank: int) -> dict[str, Any]:
-    """Model, optimizer, a buffer of this rank's own, and its generators."""
     torch.manual_seed(1234)
     layers = [torch.nn.Linear(32, WIDTH), torch.nn.GELU(), torch.nn.Dropout(0.1)]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 32))
@@ -41,7 +40,6 @@ def build(rank: int) -> dict[str, Any]:
 
 
 def train_one(state: dict[str, Any], iteration: int, rank: int, stop: bool) -> tuple[float, bool]:
-    """One step; the local loss, and whether some rank was told to stop."""
     generator = torch.Generator().manual_seed(1_000_003 * iteration + rank)
     data = torch.randn(16, 32, generator=generator)
     state["optimizer"].zero_grad()
@@ -87,7 +85,6 @@ def main() -> None:
 
 
 def enter(options: argparse.Namespace) -> None:
-    """Join the other ranks, and train with a trace."""
     dist.init_process_group("gloo")
     trace = Trace.from_env(dist.get_rank())
     try:
@@ -98,7 +95,6 @@ def enter(options: argparse.Namespace) -> None:
 
 
 def train(options: argparse.Namespace, trace: Trace) -> None:
-    """Train to the last iteration, or until the file to stop is there."""
     rank = dist.get_rank()
     state = build(rank)
     iteration, snapshots = 0, None

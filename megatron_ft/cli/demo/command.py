@@ -43,7 +43,6 @@ _INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``megatron-ft demo``."""
     parser.add_argument(
         "--tp", type=int, default=1, help="tensor parallel size (default: %(default)s)"
     )
@@ -86,7 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the demo; see EXIT_CODES."""
     from megatron_ft.cli.demo.report import show
     from megatron_ft.cli.demo.run import Demo
     from megatron_ft.cli.demo.settings import DemoFolders

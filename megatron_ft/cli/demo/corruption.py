@@ -33,7 +33,6 @@ class BrokenMemory(NamedTuple):
 
 
 def plan_corruption(seed: int, iterations: int, nodes: Sequence[str]) -> BrokenMemory:
-    """The same for the same arguments."""
     chance = random.Random(f"megatron-ft demo corruption {seed}")
     low, high = (round(share * iterations) for share in _WINDOW)
     return BrokenMemory(chance.choice(nodes), chance.randint(low, high))

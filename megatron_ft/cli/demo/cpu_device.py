@@ -57,7 +57,6 @@ def _on_host(function: Callable[..., Any], device_at: int | None = None) -> Call
 
 
 def replace_tensors() -> None:
-    """Make and move tensors on the host where a cuda device is asked for."""
     for name in (
         "tensor as_tensor empty zeros ones full rand randn randint randperm arange linspace eye "
         "empty_strided empty_like zeros_like ones_like full_like rand_like randn_like randint_like"
@@ -110,7 +109,6 @@ class _Idle:
     synchronize = wait_stream = wait_event = _return_self
 
     def elapsed_time(self, other: _Idle) -> float:
-        """No milliseconds."""
         return 0.0
 
     @staticmethod
@@ -160,7 +158,6 @@ def replace_devices() -> None:
 
 
 def replace_streams() -> None:
-    """One stream and its events, all of them always idle."""
     stream = _Idle()
     _cuda.Stream = _cuda.ExternalStream = _cuda.Event = _cuda.stream = _cuda.device = _Idle
     _cuda.current_stream = _cuda.default_stream = lambda device=None: stream

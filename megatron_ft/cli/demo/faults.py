@@ -129,7 +129,6 @@ def _noticed(event: RecordedEvent) -> float:
 def recoveries(
     strikes: Sequence[DemoStrike], events: Sequence[RecordedEvent], traces: Traces
 ) -> list[DemoRecovery]:
-    """The recovery from each strike, in their order."""
     ends = [strike.monotonic for strike in strikes[1:]] + [float("inf")]
     return [
         _recovery(strike, [e for e in events if strike.monotonic <= e["at"] < until], traces)
@@ -138,7 +137,6 @@ def recoveries(
 
 
 def _recovery(strike: DemoStrike, events: Sequence[RecordedEvent], traces: Traces) -> DemoRecovery:
-    """The recovery from one strike, by the events from it to the next one."""
     detections = [_noticed(e) - strike.monotonic for e in events if e["kind"] in _DETECTIONS]
     noticed = DemoRecovery(
         victim=strike.victim,

@@ -36,7 +36,6 @@ def plain(value: Any) -> Any:
 
 
 def random_states(device: Any, tracker: Any) -> dict[str, Any]:
-    """The states of all generators; ``device`` and ``tracker`` are the framework's own."""
     return {
         "python": plain(random.getstate()),
         "numpy": plain(np.random.get_state()),
@@ -90,7 +89,6 @@ class Comparison:
 
     @property
     def identical(self) -> bool:
-        """True if there was something to compare and every bit of it is the same."""
         return not self.differences and self.tensors > 0 and self.losses > 0
 
 
@@ -109,7 +107,6 @@ def compare_runs(ours: Path, oracle: Path, world_size: int, iterations: int) -> 
 def compare_traces(
     result: Comparison, rank: int, ours: Path, oracle: Path, iterations: int
 ) -> None:
-    """Compare losses and samples of one rank's iterations 1 to ``iterations``."""
     mine, other = (final_lines(read_trace(folder, rank)) for folder in (ours, oracle))
     for iteration in range(1, iterations + 1):
         where = f"rank {rank} iteration {iteration}"
@@ -119,7 +116,6 @@ def compare_traces(
 def _compare_lines(
     result: Comparison, where: str, mine: TraceLine | None, other: TraceLine | None
 ) -> None:
-    """Compare loss and samples of one iteration; adds to ``result``."""
     found = result.differences
     if mine is None or other is None:
         run = "our run" if mine is None else "the uninterrupted run"
@@ -134,7 +130,6 @@ def _compare_lines(
 
 
 def compare_states(result: Comparison, rank: int, ours: Path, oracle: Path) -> None:
-    """Compare all that one rank held at the end; adds to ``result``."""
     paths = [final_path(folder, rank) for folder in (ours, oracle)]
     missing = [path for path in paths if not path.exists()]
     if missing:

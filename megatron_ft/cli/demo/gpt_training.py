@@ -28,7 +28,6 @@ _BATCH_KEYS = {
 
 
 def get_batch(iterator: Iterator[Any]) -> dict[str, torch.Tensor]:
-    """One micro-batch on every rank of the tensor-parallel group; its first rank reads it."""
     args, group = get_args(), mpu.get_tensor_model_parallel_group()
     source = mpu.get_tensor_model_parallel_src_rank()
     row = next(iterator) if mpu.get_tensor_model_parallel_rank() == 0 else None
@@ -59,7 +58,6 @@ def forward_step(iterator: Iterator[Any] | None, model: Any) -> tuple[torch.Tens
 
 
 def datasets(samples: list[int], vp_stage: int | None = None) -> Any:
-    """Train, validation and test sets over the corpus that ``--data-path`` names."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     if blend is None and blend_per_split is None:

@@ -83,7 +83,6 @@ def _traced_train(train: Any, directory: Path) -> Any:
 
 
 def collect(model: list[Any], optimizer: Any, opt_param_scheduler: Any) -> dict[str, Any]:
-    """Copy everything: weights and buffers, optimizers, random states, schedule, counters."""
     args, tracker = get_args(), tensor_parallel.get_cuda_rng_tracker()
     # A run that was restored in its last iteration has begun no other.
     done = max(getattr(args, "curr_iteration", -1) + 1, args.iteration)

@@ -25,7 +25,6 @@ def take_trace_directory(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def pretrain() -> None:
-    """Train as Megatron's flags in ``sys.argv`` say."""
     from megatron.core.enums import ModelType
     from megatron.training import argument_utils, training
     from megatron.training.arguments import parse_and_validate_args
@@ -43,7 +42,6 @@ def pretrain() -> None:
 
 
 def main() -> None:
-    """Prepare Megatron, put our hooks and the trace in place, and train."""
     import megatron_ft.cli.demo.cpu_in_place  # noqa: I001  # before Megatron
     import megatron.core
 

@@ -182,7 +182,6 @@ class ProtectedRun:
             set_gate(self._trace, gate)
 
     def _seconds_until(self, fault: DemoFault) -> float:
-        """Seconds until ``fault.fraction`` of an iteration has passed since the last one's end."""
         usual = median(line.seconds for line in self._lines[-5:])
         return max(0.0, self._lines[-1].time + fault.fraction * usual - time.time())
 

@@ -57,11 +57,9 @@ class DemoReport:
 
     @property
     def identical(self) -> bool:
-        """True if both runs were compared and do not differ in a bit."""
         return self.comparison is not None and self.comparison.identical
 
     def as_json(self) -> dict[str, Any]:
-        """The whole report as plain values."""
         layout = self.settings.reshape
         measured = {} if self.reshape is None else asdict(self.reshape)
         reshape = {name: value for name, value in measured.items() if value is not None}
@@ -80,7 +78,6 @@ class DemoReport:
 
 
 def show(report: DemoReport) -> None:
-    """Print the table of restarts and the verdict."""
     accounts = () if report.ledger is None else (*lines("the job", report.ledger), "")
     result = (verdict(report), *report.corruption)
     for line in ("", *_event_table(report.recoveries), *accounts, *result):
@@ -88,7 +85,6 @@ def show(report: DemoReport) -> None:
 
 
 def verdict(report: DemoReport) -> str:
-    """The answer in a sentence, and what speaks against it if something does."""
     result = report.comparison
     if report.exit_code == 0 and result is not None and report.reshape is not None:
         return _reshaped(report.settings, result, report.reshape)
@@ -151,7 +147,6 @@ _TO_THE_LEFT = (0, 3, 6)
 
 
 def _event_table(events: Iterable[DemoRecovery]) -> list[str]:
-    """The faults and the recovery from each, as lines; none if nothing struck."""
     rows = [
         (
             event.victim,

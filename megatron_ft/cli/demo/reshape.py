@@ -96,7 +96,6 @@ class ReshapedRun(ProtectedRun):
         self.strikes[-1] = replace(strike, victim=f"{strike.victim}, then {settings.reshape}")
 
     def _event(self, kind: str) -> RecordedEvent | None:
-        """The job's last event of a kind since the nodes were lost."""
         since = self.strikes[-1].monotonic
         found = (e for e in reversed(self.follower.events) if e["kind"] == kind)
         return next((event for event in found if event["at"] > since), None)
@@ -135,19 +134,16 @@ class ReshapedRun(ProtectedRun):
 
 
 def digests_of(source: SnapshotSource, info: SnapshotInfo) -> Digests:
-    """Digests of all tensors of one snapshot; errors as of ``source``."""
     with source.open_parts(info) as shards:
         tensors = GlobalTensors(shards)
         return {name: digest_of(tensors.read(name)) for name in tensors}
 
 
 def differing(old: Digests, new: Digests) -> list[str]:
-    """Names of tensors that only one has, or that are not the same in both."""
     return [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """A digest of dtype, shape and every bit."""
     found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
@@ -175,7 +171,6 @@ def compare_reshaped_runs(
 def compare_after(
     result: Comparison, ours: Traces, oracle: Traces, iterations: Iterable[int]
 ) -> None:
-    """Compare iterations that two layouts have trained; adds to ``result``."""
     for at in iterations:
         mine, other = (_iteration(traces, at) for traces in (ours, oracle))
         where = f"iteration {at} after the reshape"

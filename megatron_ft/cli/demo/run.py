@@ -51,7 +51,6 @@ class Demo:
         return self.report
 
     def log(self, text: str) -> None:
-        """Print a line with the seconds since the demo's start."""
         say(f"[{time.monotonic() - self._start:6.1f} s] {text}")
 
     def _run(self) -> None:
@@ -85,6 +84,7 @@ class Demo:
         try:
             end = run.run()
         finally:
+            follower.cluster.destroy()
             ranks = range(max(layout.ranks for layout in self.settings.layouts))
             traces = {rank: read_trace(self.folders.protected, rank) for rank in ranks}
             report.recoveries = recoveries(run.strikes, follower.events, traces)

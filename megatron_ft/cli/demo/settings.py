@@ -60,7 +60,6 @@ class DemoLayout(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Number of trainer ranks."""
         return self.tp * self.pp * self.dp
 
     def __str__(self) -> str:
@@ -73,7 +72,7 @@ class DemoSettings:
 
     ``lose`` is how many nodes the second fault takes at once, and again the reshape.  ``reshape``
     is the layout in which the job is started again at the end, None: it is not.  With ``corrupt``
-    there are no faults but a broken memory.
+    a broken memory is the only fault.
     """
 
     tp: int = 1
@@ -117,7 +116,6 @@ class DemoSettings:
 
     @property
     def broken(self) -> BrokenMemory | None:
-        """The memory that breaks, if one is to."""
         if not self.corrupt:
             return None
         nodes = [f"node{number}" for number in range(self.nodes)]
@@ -125,32 +123,26 @@ class DemoSettings:
 
     @property
     def world_size(self) -> int:
-        """Number of trainer ranks."""
         return self.nodes * self.ranks_per_node
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that train the same part of the model."""
         return self.world_size // (self.tp * self.pp)
 
     @property
     def scheme(self) -> Scheme:
-        """The redundancy scheme."""
         return Scheme.parse(self.protect)
 
     @property
     def layout(self) -> DemoLayout:
-        """The layout that training begins with."""
         return DemoLayout(self.tp, self.pp, self.data_parallel)
 
     @property
     def layouts(self) -> tuple[DemoLayout, ...]:
-        """All layouts of the training, in their order."""
         return (self.layout, *(() if self.reshape is None else (self.reshape,)))
 
     @property
     def all_iterations(self) -> int:
-        """Length of the training, with what follows a reshape."""
         return self.iterations + RESHAPED_ITERATIONS * (self.reshape is not None)
 
 
@@ -164,13 +156,12 @@ _OWN = {
     "CUDA_VISIBLE_DEVICES": "",
     "PYTHONWARNINGS": "ignore",
 }
-"""Variables of the demo's trainers, beside those of Megatron on a CPU."""
+"""Variables of the demo's trainers, in addition to those of Megatron on a CPU."""
 
 
 def job_of(
     settings: DemoSettings, folders: DemoFolders, text: Path, name: str, *, snapshots: bool = True
 ) -> RunCommand:
-    """The job of the protected run, or with ``snapshots=False`` that of the uninterrupted one."""
     trace = folders.protected if snapshots else folders.oracle
     flags: Mapping[str, object] = {
         "--job": name,
@@ -195,7 +186,6 @@ def job_of(
 def reshaped_job(
     settings: DemoSettings, job: RunCommand, folders: DemoFolders, text: Path
 ) -> RunCommand:
-    """The protected run's ``job`` as it is started again in the layout of ``--reshape``."""
     layout = settings.reshape
     assert layout is not None, "the user asked for it"
     nodes = layout.ranks // settings.ranks_per_node
@@ -269,7 +259,7 @@ def _sizes(text: str) -> dict[str, int]:
         good = equals and name in DemoLayout._fields and name not in sizes and size.isdecimal()
         if not good or int(size) < 1:
             raise ConfigError(
-                f"--reshape {text}: {part!r} is no size; give some of tp, pp and dp once each, as "
+                f"--reshape {text}: {part!r} is not a size; give some of tp, pp and dp once each, as "
                 "in tp=1,dp=3"
             )
         sizes[name] = int(size)
@@ -300,7 +290,7 @@ def _against(layout: DemoLayout, settings: DemoSettings, left: int) -> str:
     """The reason why ``left`` nodes cannot train in the layout; empty if they can."""
     nodes, rest = divmod(layout.ranks, settings.ranks_per_node)
     if rest:
-        return f"{layout.ranks} ranks are no multiple of --ranks-per-node {settings.ranks_per_node}"
+        return f"{layout.ranks} ranks are not a multiple of --ranks-per-node {settings.ranks_per_node}"
     if nodes > left:
         return (
             f"its {layout.ranks} ranks take {nodes} nodes, and {left} are left when a fault and "

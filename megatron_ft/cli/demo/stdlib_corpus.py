@@ -76,7 +76,6 @@ def prepare(directory: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> Path:
 
 
 def main() -> None:
-    """Build the corpus and print its prefix."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("directory", type=Path, help="where to keep the .bin and .idx files")
     parser.add_argument("--max-bytes", type=int, default=DEFAULT_MAX_BYTES)

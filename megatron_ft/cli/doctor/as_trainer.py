@@ -30,7 +30,6 @@ def versions(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def view(marker: str) -> dict[str, object]:
-    """The fields of TrainerFacts."""
     seen: dict[str, object] = {
         "python": platform.python_version(),
         "executable": sys.executable,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from megatron_ft.arena.limits import format_bytes
 from megatron_ft.cli.contents import rule
 from megatron_ft.cli.doctor import node_checks
-from megatron_ft.cli.doctor.facts import Facts, SharedFolder, Wishes, WorldFacts
+from megatron_ft.cli.doctor.facts import AskedJob, Facts, SharedFolder, WorldFacts
 from megatron_ft.cli.doctor.report import Finding, Severity, by_node, ok, refuse, warn
 from megatron_ft.core.errors import ProtectionError
 from megatron_ft.core.identity import RankRule
@@ -31,37 +31,35 @@ def reachable(facts: Facts) -> list[Finding]:
     if lost:
         return [refuse(f"the probe failed: {why}", advice, node) for node, why in lost.items()]
     hosts = len({said.machine for said in facts.answered.values()})
-    return [
-        ok(f"all {len(facts.wishes.nodes)} nodes answer, on {hosts} machine{'s' * (hosts > 1)}")
-    ]
+    return [ok(f"all {len(facts.job.nodes)} nodes answer, on {hosts} machine{'s' * (hosts > 1)}")]
 
 
 def spares(facts: Facts) -> list[Finding]:
     """Without a spare a lost node ends the job, or its memory at least."""
-    if facts.wishes.spares:
-        return [ok(f"in reserve: {', '.join(facts.wishes.spares)}")]
-    if facts.wishes.shrinks:
+    if facts.job.spares:
+        return [ok(f"in reserve: {', '.join(facts.job.spares)}")]
+    if facts.job.shrinks:
         return [ok("no spare: the job continues with fewer nodes when one is lost")]
     return [warn("no spare: the job stops when a node is lost", "start with --spares 1 or more")]
 
 
 def protection(facts: Facts) -> list[Finding]:
     """Stripes over the nodes that train, by failure domain."""
-    wishes = facts.wishes
-    if not wishes.scheme.parity_members:
+    job = facts.job
+    if not job.scheme.parity_members:
         text = "--protect none: the loss of one node loses the job's memory"
         return [warn(text, "take rs:3+1, say")]
     try:
-        check_domains(wishes.active, wishes.domains, wishes.scheme)
+        check_domains(job.active, job.spec.domains, job.scheme)
     except ProtectionError as error:
         said, _, advice = str(error).partition(". ")
         return [refuse(said, advice or "take fewer members")]
-    if not wishes.domains:
-        text = f"{wishes.scheme} over {len(wishes.active)} nodes"
+    if not job.spec.domains:
+        text = f"{job.scheme} over {len(job.active)} nodes"
         return [ok(f"{text} (no --failure-domains, each node is alone)")]
-    groups = members_of(wishes.active, wishes.domains)
+    groups = members_of(job.active, job.spec.domains)
     shown = "; ".join(f"{name}: {', '.join(nodes)}" for name, nodes in groups.items())
-    return [ok(f"{len(groups)} failure domains train ({shown}) ({wishes.domains_from})")]
+    return [ok(f"{len(groups)} failure domains train ({shown}) ({job.domains_from})")]
 
 
 _SHOWN_REASONS = 4
@@ -69,47 +67,46 @@ _SHOWN_REASONS = 4
 
 def fewer(facts: Facts) -> list[Finding]:
     """The numbers of nodes with which the job continues when no spare is left."""
-    wishes = facts.wishes
-    if not wishes.shrinks:
+    job = facts.job
+    if not job.shrinks:
         return []
-    if wishes.shrink_refusals:
-        return [refuse(why, "change the training command") for why in wishes.shrink_refusals]
-    if wishes.rank_rule is None:
+    if job.shrink_refusals:
+        return [refuse(why, "change the training command") for why in job.shrink_refusals]
+    if job.rank_rule is None:
         text = "the job continues with fewer nodes: with how many, its ranks say at the start"
-        named = [f"{n} nodes{_shape(wishes, n)}" for n in wishes.shapes]
+        named = [f"{n} nodes{_shape(job, n)}" for n in job.spec.shapes]
         return [ok("; --shapes: ".join([text, ", ".join(named)] if named else [text]))]
-    found, skipped = continuations(wishes, wishes.rank_rule)
+    found, skipped = continuations(job, job.rank_rule)
     reasons = [f"not with {reason}" for reason in skipped]
     if len(reasons) > _SHOWN_REASONS:
         reasons[_SHOWN_REASONS:] = [f"nor with {len(reasons) - _SHOWN_REASONS} other numbers"]
     if not found:
         text = "; ".join(["--on-no-spare shrink: no fewer nodes will do", *reasons])
         return [warn(text, "the job stops when a node is lost: start with --spares 1 or more")]
-    numbers = ", ".join(f"{n} nodes ({scheme}){_shape(wishes, n)}" for n, scheme in found)
+    numbers = ", ".join(f"{n} nodes ({scheme}){_shape(job, n)}" for n, scheme in found)
     return [ok("; ".join([f"when no spare is left, the job continues with {numbers}", *reasons]))]
 
 
-def _shape(wishes: Wishes, nodes: int) -> str:
-    """The arguments that --shapes gives for so many nodes, in words."""
-    words = wishes.shapes.get(nodes, ())
+def _shape(job: AskedJob, nodes: int) -> str:
+    words = job.spec.shapes.get(nodes, ())
     return " forbidden" if words is None else f" with {shlex.join(words)}" if words else ""
 
 
-def continuations(wishes: Wishes, rule: RankRule) -> tuple[list[tuple[int, Scheme]], list[str]]:
+def continuations(job: AskedJob, rule: RankRule) -> tuple[list[tuple[int, Scheme]], list[str]]:
     """Numbers of nodes that would train, with the scheme of their stripes, and why not others.
 
     As the job itself decides when any number of its nodes, the last ones, are lost.
     """
-    nodes, domains, wanted = wishes.active, wishes.domains, wishes.scheme
+    nodes, spec, wanted = job.active, job.spec, job.scheme
     found, skipped = dict[tuple[int, Scheme], None](), dict[int, str]()
     for left in range(len(nodes) - 1, 0, -1):
         chosen, reasons = fewer_nodes(
-            nodes[:left], len(nodes), wishes.ranks_per_node, rule, domains, wanted, wishes.shapes
+            nodes[:left], len(nodes), spec.ranks_per_node, rule, spec.domains, wanted, spec.shapes
         )
         for count, reason in zip(range(left, 0, -1), reasons, strict=False):
             skipped.setdefault(count, reason)
         if chosen:
-            found[len(chosen), scheme_over(chosen, len(nodes), domains, wanted)] = None
+            found[len(chosen), scheme_over(chosen, len(nodes), spec.domains, wanted)] = None
     counts = {count for count, _ in found}
     return list(found), [why for count, why in skipped.items() if count not in counts]
 
@@ -166,7 +163,6 @@ def same_code(facts: Facts) -> list[Finding]:
 
 
 def _groups(values: Mapping[str, str]) -> str:
-    """``1.0 on n0, n1; 2.0 on n2``."""
     found: dict[str, list[str]] = {}
     for node, value in values.items():
         found.setdefault(value, []).append(node)
@@ -210,7 +206,7 @@ def _no_world(found: WorldFacts) -> Finding:
 
 def drain_folder(facts: Facts) -> list[Finding]:
     """The drain folder: one for all nodes, theirs alone, and large enough."""
-    folder = facts.wishes.drain_dir
+    folder = str(facts.job.settings.drain_dir or "")
     if not folder:
         text = "no --drain-dir: what memory cannot restore is lost"
         return [warn(text, "give --drain-dir, with an interval")]
@@ -220,7 +216,7 @@ def drain_folder(facts: Facts) -> list[Finding]:
 
 def export_folder(facts: Facts) -> list[Finding]:
     """The folder of exports: one for all nodes, and of no other job."""
-    folder = facts.wishes.export_dir
+    folder = str(facts.job.settings.drain_export_dir or "")
     if not folder:
         return []
     if facts.exporter:
@@ -252,24 +248,24 @@ def _shared(facts: Facts, name: str, folder: str, trusted: bool) -> list[Finding
 
 
 def _room(facts: Facts) -> list[Finding]:
-    wishes, places = facts.wishes, [n.folders for n in facts.answered.values()]
-    free = min((f[wishes.drain_dir].free_bytes for f in places), default=0)
-    snapshot = wishes.shard_bytes * wishes.ranks_per_node * len(wishes.active)
-    text = f"{wishes.drain_dir} is one folder with {format_bytes(free)} free"
-    if free < min(2, wishes.drain_keep + 1) * snapshot:
+    job, places = facts.job, [n.folders for n in facts.answered.values()]
+    folder, keep = str(job.settings.drain_dir), job.settings.drain_keep
+    free = min((f[folder].free_bytes for f in places), default=0)
+    snapshot = job.shard_bytes * job.spec.ranks_per_node * len(job.active)
+    text = f"{folder} is one folder with {format_bytes(free)} free"
+    if free < min(2, keep + 1) * snapshot:
         advice = "make room for two snapshots: the new one is written before the old one goes"
         return [refuse(text, advice)]
-    if free < (wishes.drain_keep + 1) * snapshot:
-        kept = format_bytes((wishes.drain_keep + 1) * snapshot)
-        advice = f"--drain-keep {wishes.drain_keep} needs {kept}; later drains will fail"
+    if free < (keep + 1) * snapshot:
+        kept = format_bytes((keep + 1) * snapshot)
+        advice = f"--drain-keep {keep} needs {kept}; later drains will fail"
         return [warn(text, advice)]
     return [ok(text)]
 
 
 def contents(facts: Facts) -> list[Finding]:
-    """The rule of what snapshots hold, as no model is known."""
-    wishes = facts.wishes
-    return [ok(rule(megatron=wishes.megatron, deepspeed=wishes.deepspeed))]
+    job = facts.job
+    return [ok(rule(megatron=job.megatron, deepspeed=job.deepspeed))]
 
 
 CHECKS: Mapping[str, Callable[[Facts], Iterable[Finding]]] = {
@@ -296,6 +292,5 @@ CHECKS: Mapping[str, Callable[[Facts], Iterable[Finding]]] = {
 
 
 def judge(facts: Facts) -> list[Finding]:
-    """Every finding of every check, by the check's name."""
     found = [(name, finding) for name, check in CHECKS.items() for finding in check(facts)]
     return [finding._replace(check=name) for name, finding in found]

@@ -17,29 +17,26 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 from megatron_ft.checkpoint.drained import of_one_job
 from megatron_ft.cli import run, run_place
 from megatron_ft.cli.doctor.checks import judge
 from megatron_ft.cli.doctor.examine import Examination
-from megatron_ft.cli.doctor.facts import Facts, ProbeRequest, Wishes
+from megatron_ft.cli.doctor.facts import AskedJob, Facts, ProbeRequest
 from megatron_ft.cli.doctor.report import Severity, as_json, render, worst
 from megatron_ft.cli.run_folders import make_folder
 from megatron_ft.cli.run_place import RunPlace
-from megatron_ft.cli.shapes import read_shapes
 from megatron_ft.cli.training_command import command_of, settle, settle_ranks
 from megatron_ft.config import SnapshotConfig, json_section
 from megatron_ft.config.flags import read_command
 from megatron_ft.core.errors import ControlPlaneError, ProtectionError
 from megatron_ft.core.identity import MAY_SHRINK
 from megatron_ft.core.scheme import Scheme
-from megatron_ft.launchers.container import python_of
 from megatron_ft.launchers.virtual import default_root
 from megatron_ft.megatron import fewer_ranks
-from megatron_ft.supervisor.failure_domains import read_domains
 from megatron_ft.supervisor.job_state import read_record, state_folder
 from megatron_ft.supervisor.seats import choose_active
-from megatron_ft.supervisor.slot_choice import USUAL
 
 EXIT_CODES: Mapping[int, str] = {
     0: "nothing is refused (there may be warnings)",
@@ -48,7 +45,6 @@ EXIT_CODES: Mapping[int, str] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``megatron-ft run``, and those of the doctor alone."""
     group = parser.add_argument_group("only of the doctor")
     group.add_argument("--json", action="store_true", help="print the findings as JSON")
     group.add_argument(
@@ -70,7 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Ask every node, print the findings; see EXIT_CODES."""
     command = command_of(arguments)
     settle_ranks(arguments, command)
     settings = settle(vars(arguments), command, os.environ)
@@ -94,10 +89,11 @@ async def examine(
     place = run_place.place_of(own, root, logs, meeting, settings.on_no_spare)
     try:
         with _unmade(settings):
-            _refuse_what_run_refuses(arguments, settings, command, place)
-            wishes = wishes_of(arguments, settings, command, place)
-            request = ProbeRequest(f".{name}", str(root), wishes.folders)
-            return await Examination(place.launcher, wishes, command, logs, request).run()
+            if arguments.restore_from is not None:
+                of_one_job(arguments.restore_from)
+            job = asked_job(arguments, settings, command, place)
+            request = ProbeRequest(f".{name}", str(root), job.folders)
+            return await Examination(place.launcher, job, logs, request).run()
     finally:
         place.destroy()
         place.leave(0)
@@ -118,66 +114,42 @@ def _unmade(settings: SnapshotConfig) -> Iterator[None]:
                 one.rmdir()
 
 
-def _refuse_what_run_refuses(
+def asked_job(
     arguments: argparse.Namespace,
     settings: SnapshotConfig,
     command: Sequence[str],
     place: RunPlace,
-) -> None:
-    """ConfigError as of ``megatron-ft run``, whose command may be missing here."""
-    if arguments.restore_from is not None:
-        of_one_job(arguments.restore_from)
-    # Stripes that cannot be made are a finding of their own, and so is the drain folder, which
-    # each node tries.
-    with suppress(ProtectionError):
-        nodes = place.launcher.nodes()
-        run.spec_from(arguments, command or ("python",), settings, place.nodes, nodes)
+) -> AskedJob:
+    """The job; ConfigError where ``megatron-ft run`` refuses it, but for a missing command."""
+    nodes, wanted = place.launcher.nodes(), (command or ("python",), settings)
+    try:
+        spec = run.spec_from(arguments, *wanted, place.nodes, nodes)
         make_folder("--drain-export-dir", settings.drain_export_dir)
-
-
-def wishes_of(
-    arguments: argparse.Namespace,
-    settings: SnapshotConfig,
-    command: Sequence[str],
-    place: RunPlace,
-) -> Wishes:
-    """The job's wishes; ConfigError for failure domains that cannot be read."""
-    source, scheme = arguments.failure_domains, Scheme.parse(settings.protect)
-    nodes = place.launcher.nodes()
-    domains = read_domains(source, nodes) if source else {}
-    active = choose_active(nodes, place.nodes, domains, scheme)
-    ranks = place.nodes * arguments.ranks_per_node
-    shapes = read_shapes(arguments.shapes, place.nodes, arguments.ranks_per_node, command)
-    section, record = json_section.read_command(command), None
+    except ProtectionError:
+        # Stripes that cannot be made are a finding of their own.
+        wanted = (wanted[0], replace(settings, protect="none"))
+        spec = run.spec_from(arguments, *wanted, place.nodes, nodes)
+    scheme, record = Scheme.parse(settings.protect), None
+    active = choose_active(nodes, place.nodes, spec.domains, scheme)
     with suppress(ControlPlaneError):  # ``run`` refuses notes that cannot be read
         record = read_record(state_folder(arguments.job, arguments.state_dir), arguments.job)
-    enabled, shrinks = read_command(command).enabled, settings.on_no_spare in MAY_SHRINK
+    section, enabled = json_section.read_command(command), read_command(command).enabled
+    shrinks = settings.on_no_spare in MAY_SHRINK
     megatron = fewer_ranks.arguments_of(command) if enabled and shrinks else None
     refusals = [] if megatron is None else fewer_ranks.refusals(megatron)
-    return Wishes(
+    sizes = arguments.shard_gib, arguments.parameters, place.nodes * arguments.ranks_per_node
+    return AskedJob(
+        spec=spec,
         scheme=scheme,
         active=tuple(active),
         spares=tuple(n for n in nodes if n not in active),
-        ranks_per_node=arguments.ranks_per_node,
-        slot_count=settings.fixed_slots or USUAL,
-        third_slot=not settings.fixed_slots and settings.drain_dir is not None,
-        domains=domains,
-        domains_from=source or "",
-        shard_bytes=shard_size(arguments.shard_gib, arguments.parameters, ranks),
-        export_dir=str(settings.drain_export_dir or ""),
-        job=None if record is None else record.job,
-        drain_dir=str(settings.drain_dir or ""),
-        drain_keep=settings.drain_keep,
-        transport=settings.transport,
+        shard_bytes=shard_size(*sizes),
+        domains_from=arguments.failure_domains or "",
+        noted=None if record is None else record.job,
         megatron=enabled,
-        shrinks=shrinks,
+        deepspeed=section is not None and section.enabled,
         rank_rule=None if megatron is None or refusals else fewer_ranks.rule_of(megatron),
         shrink_refusals=tuple(refusals),
-        shapes=dict(shapes),
-        deepspeed=section is not None and section.enabled,
-        health_command=arguments.health_command or "",
-        health_seconds=arguments.health_seconds,
-        command_python=not command or python_of(command) is not None,
     )
 
 

@@ -15,11 +15,11 @@ import msgspec
 from megatron_ft.checkpoint.export_drained import held_by_other
 from megatron_ft.cli.doctor import as_trainer
 from megatron_ft.cli.doctor.facts import (
+    AskedJob,
     Facts,
     NodeFacts,
     ProbeRequest,
     TrainerFacts,
-    Wishes,
     WorldFacts,
     answers,
     last_words,
@@ -38,26 +38,20 @@ T = TypeVar("T")
 
 
 class Examination:
-    """Asks all nodes of a job's wishes; logs and files of its own are named by the token.
+    """Asks all nodes of a job; logs and files of its own are named by the token.
 
-    ``command`` is the training command: what precedes its Python is kept around the probe
-    that stands for a trainer.  ``folder`` must be seen by all nodes.
+    What precedes the training command's Python is kept around the probe that stands for a
+    trainer.  ``folder`` must be seen by all nodes.
     """
 
     def __init__(
-        self,
-        launcher: Launcher,
-        wishes: Wishes,
-        command: Sequence[str],
-        folder: Path,
-        request: ProbeRequest,
+        self, launcher: Launcher, job: AskedJob, folder: Path, request: ProbeRequest
     ) -> None:
-        self._launcher, self._wishes, self._folder = launcher, wishes, folder
-        self._request, self._command = request, command
+        self._launcher, self._job, self._folder, self._request = launcher, job, folder, request
 
     async def run(self) -> Facts:
         """All facts.  A node that does not answer has the reason in its place."""
-        nodes, token = self._wishes.nodes, self._request.token
+        nodes, token = self._job.nodes, self._request.token
         with token_in(self._request.folders, token):
             probed = await asyncio.gather(*(self._probe(node) for node in nodes))
             seen = {
@@ -65,23 +59,23 @@ class Examination:
                 for folder in self._request.folders
             }
         trainers = await asyncio.gather(*(self._as_trainer(node) for node in nodes))
-        exports = self._wishes.export_dir
+        exports = self._job.settings.drain_export_dir
         answered = [n for n, said in zip(nodes, probed, strict=True) if isinstance(said, NodeFacts)]
         return Facts(
-            wishes=self._wishes,
+            job=self._job,
             nodes=dict(zip(nodes, probed, strict=True)),
             trainers=dict(zip(nodes, trainers, strict=True)),
             world=await self._world(answered),
             seen_here=seen,
             no_kill=await asyncio.to_thread(no_kill),
             grace_lost=await asyncio.to_thread(grace_lost),
-            exporter=held_by_other(Path(exports), self._wishes.job) if exports else "",
+            exporter=held_by_other(exports, self._job.noted) if exports else "",
             votes=await self._votes(answered),
         )
 
     async def _votes(self, nodes: Sequence[str]) -> dict[str, Vote]:
         """Votes of the health command, run at the same time everywhere; {} without one."""
-        command, seconds = self._wishes.health_command, self._wishes.health_seconds
+        command, seconds = self._job.spec.health_command, self._job.spec.health_seconds
         voters = nodes if command else ()
         asked = (
             ask_node(self._launcher, node, command, seconds, self._folder / f"health-{node}.log")
@@ -90,9 +84,9 @@ class Examination:
         return dict(zip(voters, await asyncio.gather(*asked), strict=True))
 
     async def _world(self, nodes: Sequence[str]) -> WorldFacts | None:
-        if not self._wishes.scheme.parity_members or not nodes:
+        if not self._job.scheme.parity_members or not nodes:
             return None
-        wish, token = self._wishes.transport, self._request.token
+        wish, token = self._job.settings.transport, self._request.token
         return await TrialWorlds(self._launcher, self._folder, token, wish).examine(nodes)
 
     async def _probe(self, node: str) -> NodeFacts | str:
@@ -102,7 +96,7 @@ class Examination:
 
     async def _as_trainer(self, node: str) -> TrainerFacts | str:
         source = Path(as_trainer.__file__).read_text()
-        wrapped = container.python_of(self._command) or [sys.executable]
+        wrapped = container.python_of(self._job.spec.command) or [sys.executable]
         argv = [*wrapped, "-c", source, self._request.token]
         return await self._ask(node, argv, f"trainer-{node}.log", TrainerFacts)
 

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from megatron_ft.arena.limits import MemoryReading
-from megatron_ft.core.identity import RankRule
+from megatron_ft.core.identity import MAY_SHRINK, RankRule
 from megatron_ft.core.scheme import Scheme
 
 if TYPE_CHECKING:
+    from megatron_ft.config import SnapshotConfig
     from megatron_ft.supervisor.health import Vote
+    from megatron_ft.supervisor.spec import JobSpec
 
 
 class ProbeRequest(msgspec.Struct, frozen=True):
@@ -116,49 +118,45 @@ class WorldFacts(msgspec.Struct, frozen=True):
     no_mpi: str = ""
 
 
-class Wishes(msgspec.Struct, frozen=True):
-    """The user's wishes.  ``shard_bytes`` is 0 if nobody said how large a shard is.
+class AskedJob(msgspec.Struct, frozen=True):
+    """The job that ``run`` would start, and what the doctor alone knows of it.
 
-    ``third_slot`` says that the job makes one more slot where memory allows.
-    ``domains_from`` is the source of failure domains, empty for nodes.
-    ``job`` is the one of which there are notes already.  ``shrinks`` says that it may continue
-    with fewer nodes, ``rank_rule`` with how many ranks, None if only the ranks will say;
-    ``shrink_refusals`` are why its ranks will refuse to, ``shapes`` those of ``run``.
+    ``scheme`` is what the user asks for; ``spec`` has none where its nodes are too few.
+    ``shard_bytes`` is 0 if nobody said how large a shard is, ``domains_from`` the file of failure
+    domains.  ``noted`` is the job of which there are notes already.  ``rank_rule`` says with how
+    many ranks it may continue, None if only the ranks will say; ``shrink_refusals`` are why its
+    ranks will refuse to.
     """
 
+    spec: JobSpec
     scheme: Scheme
     active: tuple[str, ...]
     spares: tuple[str, ...]
-    ranks_per_node: int
-    slot_count: int
-    third_slot: bool = False
-    domains: dict[str, str] = {}
-    domains_from: str = ""
     shard_bytes: int = 0
-    drain_dir: str = ""
-    drain_keep: int = 1
-    export_dir: str = ""
-    transport: str = "auto"
+    domains_from: str = ""
+    noted: uuid.UUID | None = None
     megatron: bool = False
     deepspeed: bool = False
-    command_python: bool = True
-    job: uuid.UUID | None = None
-    shrinks: bool = False
     rank_rule: RankRule | None = None
     shrink_refusals: tuple[str, ...] = ()
-    shapes: dict[int, tuple[str, ...] | None] = {}
-    health_command: str = ""
-    health_seconds: float = 0.0
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """All nodes, spares last."""
         return (*self.active, *self.spares)
+
+    @property
+    def settings(self) -> SnapshotConfig:
+        return self.spec.settings
+
+    @property
+    def shrinks(self) -> bool:
+        return self.settings.on_no_spare in MAY_SHRINK
 
     @property
     def folders(self) -> tuple[str, ...]:
         """Folders that all nodes should share."""
-        return tuple(folder for folder in (self.drain_dir, self.export_dir) if folder)
+        wanted = (self.settings.drain_dir, self.settings.drain_export_dir)
+        return tuple(str(folder) for folder in wanted if folder)
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -170,7 +168,7 @@ class Facts(msgspec.Struct, frozen=True):
     other job that exports to the folder now, in words.  ``votes`` are those of the health command.
     """
 
-    wishes: Wishes
+    job: AskedJob
     nodes: dict[str, NodeFacts | str]
     trainers: dict[str, TrainerFacts | str]
     world: WorldFacts | None = None
@@ -182,7 +180,6 @@ class Facts(msgspec.Struct, frozen=True):
 
     @property
     def answered(self) -> dict[str, NodeFacts]:
-        """Nodes that could be asked."""
         return {name: facts for name, facts in self.nodes.items() if not isinstance(facts, str)}
 
     @property
@@ -197,7 +194,6 @@ T = TypeVar("T")
 
 
 def say(value: Any) -> None:
-    """Print an answer."""
     print(MARK + msgspec.json.encode(value).decode(), flush=True)
 
 

@@ -14,8 +14,9 @@ from megatron_ft.cli.doctor.report import Finding, Severity, by_node, ok, refuse
 from megatron_ft.core.frameworks import DEEPSPEED, MEGATRON, Releases, version_numbers
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import Domains, members_of, stripe_sets
+from megatron_ft.launchers import container
 from megatron_ft.supervisor.health import Vote
-from megatron_ft.supervisor.slot_choice import BESIDE_DRAINS
+from megatron_ft.supervisor.slot_choice import BESIDE_DRAINS, USUAL
 
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 OLDEST_PYTHON = (3, 10)
@@ -23,8 +24,8 @@ OLDEST_PYTHON = (3, 10)
 
 def frameworks(facts: Facts) -> list[Finding]:
     """A trainer's Python, torch and the frameworks that the job uses."""
-    wishes = facts.wishes
-    wanted = [r for r, used in ((MEGATRON, wishes.megatron), (DEEPSPEED, wishes.deepspeed)) if used]
+    job = facts.job
+    wanted = [r for r, used in ((MEGATRON, job.megatron), (DEEPSPEED, job.deepspeed)) if used]
 
     def judge(said: TrainerFacts) -> Finding:
         found = [_python(said), _torch(said), *(_framework(said, releases) for releases in wanted)]
@@ -34,7 +35,7 @@ def frameworks(facts: Facts) -> list[Finding]:
         return ok(", ".join(finding.text for finding in found))
 
     findings = by_node(facts.as_trainers, judge)
-    if not wishes.command_python:
+    if container.python_of(job.spec.command) is None:
         text = "no word of the training command is a Python: versions are of this one"
         findings.append(warn(text, "write `python SCRIPT` in it"))
     return findings
@@ -98,27 +99,28 @@ def memory(facts: Facts) -> list[Finding]:
 
     Nodes that share a machine share its memory, and there spares are not counted.
     """
-    wishes = facts.wishes
-    actual = shortest_scheme(wishes.active, wishes.domains, wishes.scheme)
-    sizes = wishes.shard_bytes, wishes.ranks_per_node
-    each = node_bytes(*sizes, wishes.slot_count, actual)
+    job = facts.job
+    actual = shortest_scheme(job.active, job.spec.domains, job.scheme)
+    sizes, slots = (job.shard_bytes, job.spec.ranks_per_node), job.settings.fixed_slots
+    third = not slots and job.settings.drain_dir is not None
+    each = node_bytes(*sizes, slots or USUAL, actual)
     machines = [said.machine for said in facts.answered.values()]
     arithmetic = (
-        f"{format_bytes(wishes.shard_bytes)} a shard x {wishes.ranks_per_node} ranks x "
-        f"{wishes.slot_count} slots x (1 + {actual.parity_members}/{actual.data_members})"
+        f"{format_bytes(job.shard_bytes)} a shard x {job.spec.ranks_per_node} ranks x "
+        f"{slots or USUAL} slots x (1 + {actual.parity_members}/{actual.data_members})"
     )
 
     def judge(said: NodeFacts) -> Finding:
-        together = min(machines.count(said.machine), len(wishes.active))
+        together = min(machines.count(said.machine), len(job.active))
         need = together * each
         short = memory_shortfall(need, said.arena.limits)
         shared = f" for {together} nodes on one machine" if together > 1 else ""
         text = f"needs {format_bytes(need)}{shared} = {arithmetic}"
         if short is None:
             more = together * node_bytes(*sizes, BESIDE_DRAINS + 1, actual)
-            if wishes.third_slot and memory_shortfall(more, said.arena.limits) is not None:
+            if third and memory_shortfall(more, said.arena.limits) is not None:
                 return warn(f"{text}; {NO_THIRD}", f"leave {format_bytes(more)} free")
-            return ok(f"{text}; {THIRD}" if wishes.third_slot else text)
+            return ok(f"{text}; {THIRD}" if third else text)
         left = format_bytes(max(short.available_bytes, 0))
         advice = (
             "raise that limit (a tmpfs: `mount -o remount,size=...`; a container: its shared "
@@ -127,7 +129,7 @@ def memory(facts: Facts) -> list[Finding]:
         )
         return refuse(f"{text}, but {short.limit} leaves {left}", advice)
 
-    if wishes.shard_bytes:
+    if job.shard_bytes:
         return by_node(facts.answered, judge)
     limits = [limit for said in facts.answered.values() for limit in said.arena.limits]
     if not limits:

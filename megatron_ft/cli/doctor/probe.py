@@ -141,7 +141,6 @@ def _distrust(folder: Path) -> str:
 
 
 def main() -> None:
-    """Read the request, look, answer."""
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=ProbeRequest)
     say(examine(request, ProcessEnvironment.from_env()))
 

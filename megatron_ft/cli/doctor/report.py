@@ -22,7 +22,6 @@ class Severity(str, Enum):
 
     @property
     def rank(self) -> int:
-        """Its number in this order."""
         return list(Severity).index(self)
 
 
@@ -37,17 +36,14 @@ class Finding(NamedTuple):
 
 
 def ok(text: str) -> Finding:
-    """All is well."""
     return Finding(Severity.OK, text)
 
 
 def warn(text: str, advice: str, *nodes: str) -> Finding:
-    """People should know this."""
     return Finding(Severity.WARNING, text, advice, nodes)
 
 
 def refuse(text: str, advice: str, *nodes: str) -> Finding:
-    """This would fail the job, or lose its memory."""
     return Finding(Severity.REFUSED, text, advice, nodes)
 
 
@@ -64,18 +60,15 @@ def by_node(facts: Mapping[str, T], judge: Callable[[T], Finding]) -> list[Findi
 
 
 def worst(findings: Iterable[Finding]) -> Severity:
-    """The worst verdict; ok if there are no findings."""
     verdicts = (finding.verdict for finding in findings)
     return max(verdicts, key=lambda verdict: verdict.rank, default=Severity.OK)
 
 
 def render(findings: Sequence[Finding]) -> str:
-    """The report for people."""
     return "\n".join(line for finding in findings for line in _lines(finding))
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """The report for programs; keys as the fields of Finding."""
     rows = [{**f._asdict(), "verdict": f.verdict.value, "nodes": list(f.nodes)} for f in findings]
     return {"verdict": worst(findings).value, "findings": rows}
 

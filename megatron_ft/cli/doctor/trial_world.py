@@ -52,7 +52,6 @@ def silent_ranks(transport: Transport, seconds: float = ANSWER_SECONDS) -> tuple
 
 
 def main() -> None:
-    """Join, exchange, answer, leave."""
     world = join_world()
     transport = world.transport()
     silent = silent_ranks(transport)

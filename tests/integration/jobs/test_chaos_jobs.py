@@ -111,7 +111,7 @@ def test_a_call_that_is_refused_leaves_no_folder(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert main(["chaos", "--case", "encode.done:trainer:kill"]) == 2
-    assert "is no case; write <point>" in capsys.readouterr().err
+    assert "is not a case; write <point>" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

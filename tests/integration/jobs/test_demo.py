@@ -251,7 +251,7 @@ def test_sizes_that_are_not_named_stay() -> None:
         ("tp=2", {"tp": 2}, "begins with this layout"),
         ("tp=1,dp=3", {"tp": 2, "lose": 2}, "--lose 2 is more than rs:3\\+1 survives"),
         *((bad, {}, "give some of tp, pp and dp") for bad in ("", "dp", "dp=0", "ep=2", "dp=-1")),
-        ("dp=2,dp=3", {}, "'dp=3' is no size"),
+        ("dp=2,dp=3", {}, "'dp=3' is not a size"),
     ],
 )
 def test_layouts_that_cannot_be_trained_are_refused_at_once(

@@ -24,7 +24,7 @@ from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.spec import JobSpec
-from tests.support.doctor_facts import facts, wishes
+from tests.support.doctor_facts import asked, facts
 
 
 def continued(spec: JobSpec, rule: RankRule, left: int, folder: Path) -> tuple[int, Scheme] | None:
@@ -65,8 +65,8 @@ def test_doctor_and_job_agree(
             job = {continued(spec, rule, left, Path(folder)) for left in range(1, nodes)}
         except ProtectionError:  # such a job does not start
             return
-    wished = wishes(
-        scheme=spec.scheme, active=names, spares=(), ranks_per_node=per_node, domains=domains
+    wished = asked(
+        protect=protect, active=names, spares=(), ranks_per_node=per_node, domains=domains
     )
     found, skipped = continuations(wished, rule)
     assert set(found) == job - {None} and len(set(found)) == len(found)
@@ -80,8 +80,8 @@ MEGATRON = "torchrun pretrain_gpt.py --micro-batch-size 1 --global-batch-size 8"
 def shrinking(*flags: str, **changes: Any) -> list[Finding]:
     args = arguments_of([*MEGATRON, *flags])
     rule = None if args is None else rule_of(args)
-    given = {"shrinks": True, "ranks_per_node": 1, "rank_rule": rule, **changes}
-    return fewer(facts(wishes=wishes(**given)))
+    given = {"on_no_spare": "shrink", "ranks_per_node": 1, "rank_rule": rule, **changes}
+    return fewer(facts(job=asked(**given)))
 
 
 def test_numbers_schemes_and_reasons_are_said() -> None:
@@ -111,7 +111,7 @@ def test_what_the_doctor_cannot_know_the_ranks_say() -> None:
         (said,) = shrinking(*flags)
         assert "its ranks say at the start" in said.text, flags
     assert arguments_of(["python", "train.py"]) is None
-    assert not shrinking(shrinks=False)
+    assert not shrinking(on_no_spare="stop")
 
 
 def test_a_batch_that_would_follow_the_ranks_is_refused() -> None:
@@ -124,5 +124,5 @@ def test_a_batch_that_would_follow_the_ranks_is_refused() -> None:
 
 @pytest.mark.parametrize("shrinks", [False, True])
 def test_a_job_that_shrinks_needs_no_spare(shrinks: bool) -> None:
-    (said,) = spares(facts(wishes=wishes(spares=(), shrinks=shrinks)))
+    (said,) = spares(facts(job=asked(spares=(), on_no_spare="shrink" if shrinks else "stop")))
     assert said.verdict is (Severity.OK if shrinks else Severity.WARNING)

@@ -32,12 +32,12 @@ from tests.support.doctor_facts import (
     PACKAGES,
     STEP,
     arena,
+    asked,
     facts,
     folders,
     node,
     rank,
     trainer,
-    wishes,
     with_node,
     with_trainer,
     world,
@@ -59,17 +59,17 @@ def with_vote(status: int | None, said: str = "") -> Facts:
 # What is wrong, which check says so and how, and the node that must be named ("" for none).
 CASES: list[tuple[Facts, str, str, str, str]] = [
     (facts(nodes={**facts().nodes, "n2": "ssh: no route"}), "nodes", "refused", "no route", "n2"),
-    (facts(wishes=wishes(spares=(), active=NODES[:4])), "spares", "warning", "no spare", ""),
-    (facts(wishes=wishes(scheme=Scheme.parse("none")), world=None), "protection", "warning",
+    (facts(job=asked(spares=(), active=NODES[:4])), "spares", "warning", "no spare", ""),
+    (facts(job=asked(protect="none"), world=None), "protection", "warning",
      "", ""),
-    (facts(wishes=wishes(domains=RACKS)), "protection", "refused", "r0 holds 3 (", ""),
+    (facts(job=asked(domains=RACKS)), "protection", "refused", "r0 holds 3 (", ""),
     (facts(no_kill=False), "slurm", "warning", "kills the job", ""),
     (facts(grace_lost=True), "slurm", "warning", "as its grace time begins", ""),
     (with_trainer("n2", cgroup=STEP.format("1")), "steps", "refused", "share the cgroup", "n2"),
     (with_trainer("n2", python="3.9.2"), "versions", "refused", "3.9.2", "n2"),
     (with_trainer("n2", packages={}), "versions", "refused", "no torch", "n2"),
     (with_trainer("n2", packages=OLD), "versions", "refused", "megatron-core 0.16.9 is too", "n2"),
-    (facts(wishes=wishes(command_python=False)), "versions", "warning", "no word", ""),
+    (facts(job=asked(command=("sh", "run.sh"))), "versions", "warning", "no word", ""),
     (with_node("n2", code="beef"), "same code", "refused", "beef on n2", ""),
     (with_trainer("n2", packages={**PACKAGES, "numpy": "1.0"}), "same code", "warning",
      "numpy (none on n0, n1, n3, n4; 1.0 on n2)", ""),
@@ -79,7 +79,7 @@ CASES: list[tuple[Facts, str, str, str, str]] = [
      "n2"),
     (with_node("n2", arena=arena(inode=102, limits=(MemoryReading("memory.max", 200 * GIB),))),
      "memory", "refused", "memory.max leaves 200.00 GiB", "n2"),
-    (facts(wishes=wishes(shard_bytes=0)), "memory", "warning", "need not known", ""),
+    (facts(job=asked(shard_bytes=0)), "memory", "warning", "need not known", ""),
     (with_trainer("n2", inode=7), "same arena", "refused", "a trainer does not see", "n2"),
     (with_trainer("n2", inode=0, error="FileNotFoundError: x"), "same arena", "refused",
      "FileNotFoundError", "n2"),
@@ -103,7 +103,7 @@ CASES: list[tuple[Facts, str, str, str, str]] = [
     (with_vote(None), "health", "warning", "it has not ended within 30 s", "n2"),
     (facts(votes=dict.fromkeys(NODES, vote_of(127, "not found", 30.0))), "health", "refused",
      "it ended with 127: not found", ""),
-    (facts(wishes=wishes(drain_dir="")), "drain folder", "warning", "no --drain-dir", ""),
+    (facts(job=asked(drain_dir=None)), "drain folder", "warning", "no --drain-dir", ""),
     (with_folder("/drain", error="Read-only file system"), "drain folder", "refused",
      "Read-only", "n2"),
     (with_folder("/drain", same=False), "drain folder", "refused", "another folder", "n2"),
@@ -147,8 +147,8 @@ def test_a_missing_framework_is_refused_where_it_is_used() -> None:
         ({"megatron": True}, "warning"),
         ({"deepspeed": True}, "refused"),
     ):
-        asked = wishes(**({"megatron": False} | flags))
-        spoiled = facts(wishes=asked, trainers={n: trainer(n, packages=bare) for n in NODES})
+        given = asked(**({"megatron": False} | flags))
+        spoiled = facts(job=given, trainers={n: trainer(n, packages=bare) for n in NODES})
         assert worst(f for f in judge(spoiled) if f.check == "versions").value == verdict
 
 
@@ -175,7 +175,7 @@ def test_the_third_slot_of_a_job_that_drains_is_judged_with_its_rest() -> None:
     ):
         room = arena(limits=(MemoryReading("free space of /dev/shm", left * GIB),))
         nodes = {n: node(n, arena=room) for n in NODES}
-        said = facts(wishes=wishes(third_slot=True), nodes=nodes)
+        said = facts(job=asked(slots="auto"), nodes=nodes)
         (found,) = (f for f in judge(said) if f.check == "memory")
         assert found.verdict is severity and words in found.text
         (plain,) = (f for f in judge(facts(nodes=nodes)) if f.check == "memory")
@@ -252,7 +252,9 @@ def test_long_lines_are_folded_below_their_text() -> None:
 
 
 def test_of_a_job_without_exports_no_folder_is_judged() -> None:
-    assert not [f for f in judge(facts(wishes=wishes(export_dir=""))) if f.check == "export folder"]
+    assert not [
+        f for f in judge(facts(job=asked(drain_export_dir=None))) if f.check == "export folder"
+    ]
 
 
 def test_tcp_that_was_asked_for_is_ok() -> None:
@@ -323,7 +325,7 @@ def test_a_grace_time_that_preemption_does_not_use_is_seen(
 
 def test_the_rule_of_what_snapshots_hold_is_that_of_the_framework() -> None:
     def said(**given: bool) -> str:
-        found = judge(facts(wishes=wishes(**given)))
+        found = judge(facts(job=asked(**given)))
         (text,) = (finding.text for finding in found if finding.check == "contents")
         return text
 

@@ -104,7 +104,7 @@ NOWHERE = "/proc/nowhere"
         (["--state-dir", NOWHERE], "give a --state-dir"),
         (["--log-dir", NOWHERE], f"--log-dir {NOWHERE} cannot be made"),
         (["--drain-dir", NOWHERE, "--drain-interval", "1"], "--drain-dir"),
-        (["--log-dir", "/dev/null"], "is no folder"),
+        (["--log-dir", "/dev/null"], "is not a folder"),
         (["--arena-dir", NOWHERE], "give an --arena-dir"),
     ],
 )
