@@ -35,8 +35,7 @@ from megatron_ft.launchers.agents.rendezvous import (
     node_rank,
     read_hostfile,
 )
-from megatron_ft.launchers.launcher import Launcher
-from megatron_ft.launchers.returning import ReturningHosts
+from megatron_ft.launchers.launcher import Launcher, ReturningHosts
 from megatron_ft.launchers.slurm.allocation import Allocation, ReplacementHosts
 from megatron_ft.launchers.slurm.launcher import SlurmLauncher
 from megatron_ft.launchers.virtual import VirtualCluster, default_root

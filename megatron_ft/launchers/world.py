@@ -14,14 +14,13 @@ from pathlib import Path
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE, NODE_DIR
 from megatron_ft.core.errors import ControlPlaneError, MpiError
-from megatron_ft.launchers.handle import Placement
 from megatron_ft.launchers.mpirun import (
     MpiLauncher,
     split_environments,
     world_command,
     world_environment,
 )
-from megatron_ft.launchers.process import LocalProcess, open_session
+from megatron_ft.launchers.process import LocalProcess, Placement, open_session
 
 # Files that killed ranks left of an earlier world would only take memory.
 IN_FOLDER = (

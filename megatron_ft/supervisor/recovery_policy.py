@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron_ft.core.errors import UntrustedFileError
 from megatron_ft.core.identity import CHEAPEST, HOLD, SHRINK, STOP
-from megatron_ft.launchers.returning import ReturningHosts
+from megatron_ft.launchers.launcher import ReturningHosts
 from megatron_ft.launchers.slurm.allocation import ReplacementHosts
 from megatron_ft.supervisor import recovery_cost as cost
 from megatron_ft.supervisor.elastic import nodes_left

@@ -33,8 +33,7 @@ from megatron_ft.core.errors import (
 from megatron_ft.core.identity import HOLD, SHRINK
 from megatron_ft.core.private_files import replace_file
 from megatron_ft.core.process_tools import in_thread
-from megatron_ft.launchers.launcher import Launcher
-from megatron_ft.launchers.returning import ReturningHosts
+from megatron_ft.launchers.launcher import Launcher, ReturningHosts
 from megatron_ft.launchers.slurm.allocation import ReplacementHosts
 from megatron_ft.supervisor.disk_restore import DiskRestores, LoadError
 from megatron_ft.supervisor.drains import Drains

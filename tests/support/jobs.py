@@ -20,9 +20,8 @@ from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.core.identity import CHEAPEST
 from megatron_ft.core.process_tools import free_port
 from megatron_ft.launchers import trainer_host, warm_client
-from megatron_ft.launchers.launcher import Placement
+from megatron_ft.launchers.launcher import Placement, ReturningHosts
 from megatron_ft.launchers.process import LocalProcess
-from megatron_ft.launchers.returning import ReturningHosts
 from megatron_ft.launchers.world import WorldProcess
 from megatron_ft.supervisor.budget import RestartBudget
 from megatron_ft.supervisor.event_log import EVENTS, EventLog

@@ -133,7 +133,10 @@ class Agent:
                     # A supervisor whose file is gone may still send its last message.
                     if (self._meeting() or meeting) != meeting:
                         return None
-                    self._hello(address)
+                    orders, running = self._orders, tuple(self._watched)
+                    self._send(
+                        m.AgentHello(orders.node, self._token, orders.rank, address, running)
+                    )
                     next_hello = time.monotonic() + HELLO_SECONDS
                 if await socket.poll(HELLO_SECONDS * 250):
                     message = m.decode(await socket.recv())
@@ -151,10 +154,6 @@ class Agent:
         finally:
             self._socket = None
             socket.close()
-
-    def _hello(self, address: str) -> None:
-        orders, running = self._orders, tuple(self._watched)
-        self._send(m.AgentHello(orders.node, self._token, orders.rank, address, running))
 
     def _send(self, message: m.Message) -> None:
         if self._socket is not None:

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ft.cli import run, run_place
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.launchers.returning import ReturningHosts
+from megatron_ft.launchers.launcher import ReturningHosts
 from megatron_ft.launchers.virtual import VirtualCluster
 
 
