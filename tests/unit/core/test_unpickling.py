@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ LOADERS = {
     "recv_pyobj",
 }
 """Whatever can run code of the bytes that it is given."""
+LAST = {loader.rpartition(".")[2] for loader in LOADERS}
 
 ALLOWED = {
     "megatron_ft/launchers/trainer_host.py:run_script:exec": (
@@ -49,11 +51,19 @@ ALLOWED = {
 }
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def loaders(path: Path) -> Iterator[str]:
     """``file:function:loader`` of every mention of a loader in a source file."""
-    for function, node in _nodes(ast.parse(path.read_text()), "module"):
-        name = ast.unparse(node) if isinstance(node, ast.Attribute | ast.Name) else ""
-        if name in LOADERS or name.rpartition(".")[2] in ("recv_pyobj", "read_pickle"):
+    for function, node in _nodes(tree(path), "module"):
+        last = getattr(node, "attr", getattr(node, "id", ""))
+        if last not in LAST or not isinstance(node, ast.Attribute | ast.Name):
+            continue
+        name = ast.unparse(node)
+        if name in LOADERS or last in ("recv_pyobj", "read_pickle"):
             yield f"{path.relative_to(ROOT)}:{function}:{name}"
 
 
@@ -76,7 +86,7 @@ def test_every_place_that_unpickles_is_known() -> None:
 def test_no_loader_is_imported_under_another_name() -> None:
     modules = {loader.partition(".")[0] for loader in LOADERS if "." in loader} - {"torch", "np"}
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.ImportFrom):
                 taken = {f"{node.module}.{alias.name}" for alias in node.names}
                 assert not taken & LOADERS and node.module not in modules, f"{path}: {taken}"
@@ -88,7 +98,7 @@ def test_no_loader_is_imported_under_another_name() -> None:
 def test_our_own_packages_know_no_pickle() -> None:
     modules = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "copyreg"}
     for path in (p for package in PACKAGES[:2] for p in (ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 named = {alias.name for alias in node.names} | {getattr(node, "module", None)}
                 assert not named & modules, f"{path} imports {named & modules}"
@@ -96,8 +106,6 @@ def test_our_own_packages_know_no_pickle() -> None:
 
 @pytest.mark.parametrize("marked", [p for p, why in ALLOWED.items() if why == "weights_only"])
 def test_weights_only(marked: str) -> None:
-    tree = ast.parse((ROOT / marked.partition(":")[0]).read_text())
-    calls = [
-        n for n in ast.walk(tree) if isinstance(n, ast.Call) and "torch.load" in ast.unparse(n.func)
-    ]
+    nodes = ast.walk(tree(ROOT / marked.partition(":")[0]))
+    calls = [n for n in nodes if isinstance(n, ast.Call) and "torch.load" in ast.unparse(n.func)]
     assert calls and all("weights_only=True" in ast.unparse(call) for call in calls)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("deepspeed")
+from tests.support.warm_host import WarmHost
 
-from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
-
-from deepspeed_ext.clients.trainer import Feeder
-
-pytestmark = pytest.mark.deepspeed
+pytestmark = [
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(
+        None in map(find_spec, ("transformers", "deepspeed", "lightning")),
+        reason="needs the clients of deepspeed",
+    ),
+]
 
 
 class Said:
@@ -24,16 +27,26 @@ class Said:
         self.finished: list[bool] = []
 
     def plan_ended(self, finished: bool) -> None:
-        """Keep what was said."""
         self.finished.append(finished)
 
 
-@pytest.mark.parametrize(
-    ("step", "worse", "finished"), [(20, 0, True), (12, 0, False), (12, 1, False), (12, 2, True)]
-)
 def test_the_plan_is_done_at_the_last_step_or_without_patience(
-    step: int, worse: int, finished: bool
+    clients_server: WarmHost, tmp_path: Path
 ) -> None:
+    clients_server.call(f"{__name__}:require_ends", tmp_path)
+
+
+def require_ends() -> None:
+    """In a process that has imported transformers."""
+    for step, worse, finished in [(20, 0, True), (12, 0, False), (12, 1, False), (12, 2, True)]:
+        assert said_at_the_end(step, worse) == [finished], (step, worse)
+
+
+def said_at_the_end(step: int, worse: int) -> list[bool]:
+    from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
+
+    from deepspeed_ext.clients.trainer import Feeder
+
     stops = EarlyStoppingCallback(early_stopping_patience=2)
     stops.early_stopping_patience_counter = worse
     arguments = SimpleNamespace(eval_on_start=False)
@@ -43,4 +56,4 @@ def test_the_plan_is_done_at_the_last_step_or_without_patience(
     feeder._run = said
     state = TrainerState(global_step=step, max_steps=20)
     feeder.on_train_end(arguments, state, TrainerControl(should_training_stop=True))
-    assert said.finished == [finished]
+    return said.finished

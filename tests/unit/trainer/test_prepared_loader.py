@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
 import pytest
 
-pytest.importorskip("accelerate")
+if find_spec("accelerate") is None:
+    pytest.skip("needs accelerate", allow_module_level=True)
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
 
 from megatron_ft.core.objects import decode, encode
 from megatron_ft.trainer import accelerator_state, resumable_loader
@@ -30,6 +30,9 @@ CONFIGURED: dict[str, dict[str, Any]] = {
 
 
 def prepared(kind: str, seed: int, configured: str, **options: Any) -> Any:
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
     new_process(seed)
     accelerator_state._forget()
     config = DataLoaderConfiguration(**CONFIGURED[configured])
