@@ -35,6 +35,7 @@ from megatron_ft.cli.demo.settings import DemoFolders
 from megatron_ft.cli.run_command import RunCommand
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.launchers.virtual import VirtualCluster
+from megatron_ft.supervisor.events import CommittedEvent
 
 RUNGS = ("in-process", "new-process")
 IN_A_ROW = 10
@@ -117,7 +118,8 @@ class Repeated:
             self.used += [float(used) for of, used in rows if int(of) == pid]
 
     def _rewind(self, cluster: VirtualCluster, strikes: Strikes) -> None:
-        committed = [e["iteration"] for e in strikes.events() if e["kind"] == "committed"]
+        found = (event.facts for event in strikes.events())
+        committed = [one.iteration for one in found if isinstance(one, CommittedEvent)]
         command = [sys.executable, "-m", "megatron_ft", "rewind", "--job", cluster.job]
         command += ["--state-dir", str(self._folder / "state")]
         command += ["--arena-dir", str(self._folder / "arenas")]

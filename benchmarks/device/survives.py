@@ -31,7 +31,8 @@ from megatron_ft.cli.chaos.trace import VARIABLE, final_path, read_trace
 from megatron_ft.cli.demo import demo_model, stdlib_corpus
 from megatron_ft.cli.demo.final_state import Comparison, compare_runs
 from megatron_ft.launchers.virtual import VirtualCluster
-from megatron_ft.supervisor.event_log import EVENTS, RecordedEvent, read_events
+from megatron_ft.supervisor.event_log import EVENTS, LoggedEvent, read_events
+from megatron_ft.supervisor.events import CommittedEvent
 
 LIMIT_SECONDS = 70.0
 """Longest time of one run, of a job after its last fault."""
@@ -156,7 +157,7 @@ class Strikes:
         self._level = "protected" if ranks > 1 else "local"
         self._folder, self.since = folder, 0.0
 
-    def events(self) -> Sequence[RecordedEvent]:
+    def events(self) -> Sequence[LoggedEvent]:
         """All that the job has recorded."""
         paths = list(self._folder.glob(f"state/**/{EVENTS}"))
         return read_events(paths[0]).events if paths else ()
@@ -165,11 +166,11 @@ class Strikes:
         """Wait until the job has committed twice ``since``; RuntimeError if it does not."""
         deadline = time.monotonic() + STRIKE_SECONDS
         while time.monotonic() < deadline:
-            events = [event for event in self.events() if event["at"] > self.since]
-            if any(event["kind"] == "finished" for event in events):
+            events = [event for event in self.events() if event.at > self.since]
+            if any(event.kind == "finished" for event in events):
                 raise RuntimeError(f"training ended before the {fault}")
-            commits = [event for event in events if event["kind"] == "committed"]
-            if sum(event["level"] == self._level for event in commits) >= COMMITS:
+            commits = [e.facts for e in events if isinstance(e.facts, CommittedEvent)]
+            if sum(facts.level == self._level for facts in commits) >= COMMITS:
                 return
             time.sleep(0.02)
         log = (self._folder / LOG).read_text()[-1500:]
@@ -202,7 +203,7 @@ def run_case(case: Case, shape: Shape, corpus: Path, arenas: Path) -> Outcome:
         return Outcome(
             case,
             compare_runs(ours, oracle, case.ranks, shape.iterations),
-            tuple(event["text"] for event in events if event["kind"] == "restoring"),
+            tuple(event.text for event in events if event.kind == "restoring"),
             len(pids),
             torch.load(final_path(ours, 0), weights_only=True)["device"],
         )

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_ft.cli.common import add_job, say
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.supervisor.event_log import EVENTS, RecordedEvent, read_events
+from megatron_ft.supervisor.event_log import EVENTS, LoggedEvent, read_events
 from megatron_ft.supervisor.job_state import state_folder
 from megatron_ft.supervisor.ledger import CATEGORIES, Incident, Ledger, ledger
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
-def events_of(arguments: argparse.Namespace) -> Sequence[RecordedEvent]:
+def events_of(arguments: argparse.Namespace) -> Sequence[LoggedEvent]:
     """The events of the newest job of ``add_job``'s flags; ConfigError if there are none."""
     path = state_folder(arguments.job, arguments.state_dir) / EVENTS
     events, foreign = read_events(path)
@@ -43,7 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(json.dumps({"job": arguments.job, **found.to_dict()}, indent=1))
     else:
         print("\n".join(lines(arguments.job, found)))
-        began = events[0]["time"]
+        began = events[0].time
         for one in found.incidents:
             moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began + one.at))
             print(f"  {moment}  {_describe(one)}")

@@ -57,10 +57,10 @@ from megatron_ft.core.identity import MAY_SHRINK
 from megatron_ft.launchers.slurm.allocation import NO_KILL_ADVICE, no_kill
 from megatron_ft.launchers.virtual import visible_devices
 from megatron_ft.supervisor.event_log import EVENTS, EventLog
-from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.events import CaughtUpEvent, CommittedEvent, EndedEvent, JobEvent
 from megatron_ft.supervisor.failure_domains import read_domains
 from megatron_ft.supervisor.job_state import JobState, state_folder
-from megatron_ft.supervisor.ledger import CAUGHT_UP, ENDED, SUPERVISING
+from megatron_ft.supervisor.ledger import SUPERVISING
 from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.notify import DEFAULT_KINDS, Notifier, kinds_of
 from megatron_ft.supervisor.outcome import Outcome
@@ -429,6 +429,9 @@ async def _run(supervisor: Supervisor) -> tuple[int, Outcome | None]:
     return code, ended
 
 
+_QUIET = ("dropped", SUPERVISING, EndedEvent.kind, CaughtUpEvent.kind, STOPPED)
+
+
 class Printer:
     """Prints one line an event; of commits only the first of each level and every tenth."""
 
@@ -438,11 +441,11 @@ class Printer:
 
     def __call__(self, event: JobEvent) -> None:
         """Print the event if it is worth a line."""
-        if event.kind == "committed":
-            level = event.fields["level"]
+        if isinstance(event.facts, CommittedEvent):
+            level = event.facts.level
             self._commits[level] = self._commits.get(level, 0) + 1
             if self._commits[level] % 10 != 1:
                 return
-        if event.kind in ("dropped", SUPERVISING, ENDED, CAUGHT_UP, STOPPED):
+        if event.kind in _QUIET:
             return
         say(f"[{event.monotonic - self._start:7.1f} s] {event.text}")

@@ -17,7 +17,7 @@ from megatron_ft.config import SWITCH
 from megatron_ft.config.json_section import SECTION
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.process_tools import in_thread
-from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.events import DrainedEvent, JobEvent
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.spec import JobSpec
 
@@ -97,9 +97,8 @@ class RunSummary:
     def __call__(self, event: JobEvent) -> None:
         if event.kind == "training":
             self.trained = True
-        elif event.kind == "drained":
-            fields = event.fields
-            self._places["on disk"] = f"iteration {fields['iteration']}: {fields['folder']}"
+        elif isinstance(event.facts, DrainedEvent):
+            self._places["on disk"] = f"iteration {event.facts.iteration}: {event.facts.folder}"
         elif event.kind == "exported":
             self._places["exported"] = event.text
 

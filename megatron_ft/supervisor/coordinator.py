@@ -27,7 +27,13 @@ from megatron_ft.supervisor.cycle import (
     SnapshotCycle,
     SnapshotEnded,
 )
-from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.events import (
+    AbortedEvent,
+    CommittedEvent,
+    DroppedEvent,
+    Observers,
+    ReaderStalledEvent,
+)
 from megatron_ft.supervisor.exposure import Fallbacks
 from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.replicas import ReplicaWatch
@@ -336,17 +342,20 @@ class Coordinator(Connections):
             return
         text = f"snapshot of iteration {ended.iteration}"
         stall = round(self._stalls.pop(ended.snapshot, 0.0), 6)
-        fields = {"iteration": ended.iteration, "stall": stall}
         if ended.level != "aborted":
             self.standing.commits(ended.snapshot, ended.iteration, ended.level)
             self.given_up = (0, "")
             text += f" committed ({ended.level})"
-            self.observers.emit("committed", text, level=ended.level, **fields)
+            self.observers.emit(
+                CommittedEvent(iteration=ended.iteration, stall=stall, level=ended.level), text
+            )
         elif ended.last:
-            self.observers.emit("dropped", f"{text} given up: {ended.reason}", **fields)
+            event = DroppedEvent(iteration=ended.iteration, stall=stall)
+            self.observers.emit(event, f"{text} given up: {ended.reason}")
         else:
             self.given_up = (self.given_up[0] + 1, ended.reason)
-            self.observers.emit("aborted", f"{text} given up: {ended.reason}", **fields)
+            given_up = AbortedEvent(iteration=ended.iteration, stall=stall)
+            self.observers.emit(given_up, f"{text} given up: {ended.reason}")
 
     def _on_event(self, event: m.NodeEvent) -> None:
         try:
@@ -366,7 +375,7 @@ class Coordinator(Connections):
         if isinstance(body, m.ReaderStalled):
             text = f"{body.reader} on {event.node} has not run for {body.seconds:.0f} s"
             text += ": it holds no snapshot any more"
-            self.observers.emit("reader_stalled", text, reader=body.reader, node=event.node)
+            self.observers.emit(ReaderStalledEvent(reader=body.reader, node=event.node), text)
         if self.cycle is not None:
             self.standing.damage.on_event(event)
             self._perform(self.cycle, self.cycle.handle(event.node, body))

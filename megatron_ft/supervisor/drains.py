@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -22,10 +23,15 @@ from megatron_ft.core.errors import DrainError, MegatronFTError
 from megatron_ft.core.identity import Ancestor, ShardPlacement, SnapshotId
 from megatron_ft.smp.processes import STALL_SECONDS
 from megatron_ft.supervisor.drain_times import Urgency, gives_way, is_due
-from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.ends import first_end
+from megatron_ft.supervisor.events import (
+    CommittedEvent,
+    DrainedEvent,
+    JobEvent,
+    ReaderStalledEvent,
+)
 from megatron_ft.supervisor.job_context import JobContext
 from megatron_ft.supervisor.job_state import DiskPlaces
-from megatron_ft.supervisor.processes import unless
 from megatron_ft.supervisor.slot_choice import BESIDE_DRAINS, SlotChoice
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.steps import run_step
@@ -187,21 +193,21 @@ class Drains:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failed(f"drains had stopped: {error!r}")
 
-    async def _stall(self) -> DrainError:
+    async def _stall(self) -> NoReturn:
         """Wait until an SMP gives up a process of the drain that does not get on."""
         self._stalled.clear()
         await self._stalled.wait()
-        return DrainError(
+        raise DrainError(
             f"{self._step} has not run for {STALL_SECONDS:.0f} s: does the disk of "
             f"{self._spec.settings.drain_dir} answer?"
         )
 
     def _on_event(self, event: JobEvent) -> None:
-        if event.kind == "reader_stalled":
+        if isinstance(event.facts, ReaderStalledEvent):
             # A reader that is not the drain's, such as a verification, may stall as well.
-            if str(event.fields.get("reader", "")).rpartition("-")[0] == self._step:
+            if event.facts.reader.rpartition("-")[0] == self._step:
                 self._stalled.set()
-        if event.kind == "committed":
+        if isinstance(event.facts, CommittedEvent):
             self._news.set()
 
     async def _keep(self) -> None:
@@ -316,7 +322,8 @@ class Drains:
         seconds = time.monotonic() - started
         self._slowest = max(self._slowest, seconds)
         text = f"iteration {plan.iteration} is on disk after {seconds:.1f} s: {plan.folder}"
-        self._emit("drained", text, plan)
+        event = DrainedEvent(iteration=plan.iteration, folder=str(plan.folder))
+        self._coordinator.observers.emit(event, text)
         if cost and not self._cost_said:
             self._cost_said = True
             self._coordinator.observers.emit("drain_cost", cost)
@@ -344,7 +351,7 @@ class Drains:
         self._step = step
         incarnation = self._coordinator.incarnation
         work = run_step(self._launcher, self._spec, incarnation, step, plans)
-        await unless(work, self._stall())
+        await first_end(work, self._stall())
 
     async def _write(self, plan: DrainPlan, nodes: list[str]) -> None:
         """Write a checkpoint, all of it or nothing that anybody would take for one.

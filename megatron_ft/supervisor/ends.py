@@ -173,6 +173,9 @@ End = Finished | Asked | Failure
 
 Found = TypeVar("Found")
 
+CANCEL_SECONDS = 0.1
+"""Interval at which detectors that do not end are cancelled again."""
+
 
 async def first_end(*detectors: Coroutine[Any, Any, Found]) -> Found:
     """What the first of these finds, in their order if several have; the others are cancelled.
@@ -184,6 +187,10 @@ async def first_end(*detectors: Coroutine[Any, Any, Found]) -> Found:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return next(task.result() for task in tasks if task.done())
     finally:
-        for task in tasks:
-            task.cancel()
+        left = {*tasks}
+        while left:
+            # Repeated: before Python 3.12 wait_for loses a cancel that comes with an answer.
+            for task in left:
+                task.cancel()
+            _, left = await asyncio.wait(left, timeout=CANCEL_SECONDS)
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -14,13 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from megatron_ft.core import private_files
 from megatron_ft.core.errors import UNREADABLE
-from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.events import FACTS, Count, EventFacts, JobEvent, Seconds
 
 if TYPE_CHECKING:
     from megatron_ft.supervisor.coordinator import Coordinator
@@ -34,7 +34,7 @@ _MOST_WAITING = 10_000
 _LARGEST_FILE = 1 << 30
 
 RecordedEvent = Mapping[str, Any]
-"""One line of the file."""
+"""One line of the file, as JSON has it."""
 
 
 class EventLog:
@@ -97,14 +97,26 @@ def line_of(event: JobEvent, job: str, incarnation: int) -> bytes:
     return json.dumps({**line, **event.fields}, default=str).encode() + b"\n"
 
 
-class RecordedEvents(NamedTuple):
+class LoggedEvent(NamedTuple):
+    """An event of the file: the fields of every line, and the facts of its kind, if it has any."""
+
+    time: float
+    at: float
+    job: str
+    incarnation: int
+    kind: str
+    text: str
+    facts: EventFacts | None
+
+
+class LoggedEvents(NamedTuple):
     """Events in the order in which they were recorded, and how many lines were none."""
 
-    events: Sequence[RecordedEvent]
+    events: Sequence[LoggedEvent]
     foreign: int
 
 
-def read_events(path: Path) -> RecordedEvents:
+def read_events(path: Path) -> LoggedEvents:
     """The events of the newest job in a file; none if there is no file.
 
     Torn and foreign lines are left out.
@@ -112,57 +124,40 @@ def read_events(path: Path) -> RecordedEvents:
     try:
         raw = private_files.read_file(path, _LARGEST_FILE)
     except FileNotFoundError:
-        return RecordedEvents((), 0)
+        return LoggedEvents((), 0)
     found = [_event(line) for line in raw.split(b"\n") if line]
     events = [event for event in found if event is not None]
-    jobs = [event["job"] for event in events]
-    return RecordedEvents(
-        [event for event in events if event["job"] == jobs[-1]], len(found) - len(events)
+    return LoggedEvents(
+        [event for event in events if event.job == events[-1].job], len(found) - len(events)
     )
 
 
-_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
-_Count = Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)]
+def event_of(line: RecordedEvent) -> LoggedEvent:
+    """The event of a line; msgspec.ValidationError for a value that cannot be."""
+    common = msgspec.convert(line, _Common)
+    kind = FACTS.get(common.kind)
+    facts = None if kind is None else msgspec.convert(line, kind)
+    return LoggedEvent(**msgspec.structs.asdict(common), facts=facts)
 
 
-class _Known(msgspec.Struct):
-    """The fields that readers rely on: those of every line, then those of some kinds."""
+class _Common(msgspec.Struct, kw_only=True):
+    """The fields of every line."""
 
-    time: _Seconds
-    at: _Seconds
+    time: Seconds
+    at: Seconds
     job: str
+    incarnation: Count = 0
     kind: str
     text: str
-    incarnation: _Count = 0
-    iteration: _Count = -1
-    reached: _Count = -1
-    rank: _Count = -1
-    iterations_lost: _Count | None = None
-    asked: bool = False
-    node: str = ""
-    cause: str = ""
-    source: str = ""
-    verdict: str = ""
-    level: str = ""
-    ago: _Seconds = 0
-    stall: _Seconds = 0
-    seconds: _Seconds = 0
-    detect: _Seconds = 0
-    kill: _Seconds = 0
-    decide: _Seconds = 0
-    rebuild: _Seconds = 0
-    start: _Seconds = 0
-    iterate: _Seconds = 0
 
 
-def _event(line: bytes) -> RecordedEvent | None:
+def _event(line: bytes) -> LoggedEvent | None:
     """The event of a line, None if it is none: damaged, or with a value that cannot be."""
     try:
         # Python writes and reads NaN and infinity, which are no JSON; no reader expects them.
-        event = json.loads(line, parse_constant=lambda name: None)
-        msgspec.convert(event, _Known)
+        found = json.loads(line, parse_constant=lambda name: None)
         if b"\\u" in line:
-            json.dumps(event, ensure_ascii=False).encode()  # half a surrogate pair is no text
+            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        return event_of(found)
     except (ValueError, *UNREADABLE):
         return None
-    return cast(RecordedEvent, event)

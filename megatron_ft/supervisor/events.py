@@ -6,7 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+import msgspec
 
 log = logging.getLogger(__name__)
 
@@ -112,17 +114,158 @@ KINDS: Mapping[str, str] = {
 """Every kind of event, and what has happened when it is emitted."""
 
 
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+Count = Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)]
+
+
+class EventFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a kind of event that programs read; other kinds are text for people.
+
+    Names are those on disk.  A field that an older release did not write has a default.
+    """
+
+    kind: ClassVar[str]
+
+
+class TrainingEvent(EventFacts, frozen=True):
+    """All ranks train, from this iteration."""
+
+    kind = "training"
+    iteration: Count = -1
+
+
+class EndedEvent(EventFacts, frozen=True):
+    """An incarnation ended ``ago`` seconds before, at iteration ``reached``; see ends.py."""
+
+    kind = "incarnation_ended"
+    reached: Count = -1
+    ago: Seconds = 0.0
+    cause: str = ""
+    node: str = ""
+    asked: bool = False
+
+
+class CaughtUpEvent(EventFacts, frozen=True):
+    """Training reached ``ago`` seconds before where the incarnation before had ended."""
+
+    kind = "caught_up"
+    iteration: Count = -1
+    ago: Seconds = 0.0
+
+
+class SnapshotEvent(EventFacts, frozen=True):
+    """A snapshot's end; ``stall`` is the longest time that it has held a trainer."""
+
+    iteration: Count = -1
+    stall: Seconds = 0.0
+
+
+class CommittedEvent(SnapshotEvent, frozen=True):
+    """It is committed; ``level`` is "local" or "protected"."""
+
+    kind = "committed"
+    level: str = ""
+
+
+class AbortedEvent(SnapshotEvent, frozen=True):
+    """It was given up."""
+
+    kind = "aborted"
+
+
+class DroppedEvent(SnapshotEvent, frozen=True):
+    """It was not taken: its iteration had passed."""
+
+    kind = "dropped"
+
+
+class BackoffEvent(EventFacts, frozen=True):
+    """The next start waits for this long."""
+
+    kind = "backoff"
+    seconds: Seconds = 0.0
+
+
+class RestoringEvent(EventFacts, frozen=True):
+    """What is restored, and from where; ``lost`` are the shards that are rebuilt from parity."""
+
+    kind = "restoring"
+    iteration: Count = -1
+    source: str = ""
+    lost: tuple[str, ...] = ()
+    iterations_lost: Count | None = None
+
+
+class RecoveredEvent(EventFacts, frozen=True):
+    """The seconds of a recovery in parts; see RecoveryTime."""
+
+    kind = "recovered"
+    total: Seconds = 0.0
+    detect: Seconds = 0.0
+    kill: Seconds = 0.0
+    decide: Seconds = 0.0
+    rebuild: Seconds = 0.0
+    start: Seconds = 0.0
+    iterate: Seconds = 0.0
+    starts: dict[str, list[int]] = {}
+
+
+class AutopsyEvent(EventFacts, frozen=True):
+    """The rank that stopped first, -1 if no single one is known; ``folder`` has the evidence."""
+
+    kind = "autopsy"
+    rank: Count = -1
+    node: str = ""
+    verdict: str = ""
+    how: str = ""
+    folder: str = ""
+
+
+class NodeLostEvent(EventFacts, frozen=True):
+    """A node is lost."""
+
+    kind = "node_lost"
+    node: str = ""
+
+
+class DrainedEvent(EventFacts, frozen=True):
+    """A snapshot is on disk in this folder."""
+
+    kind = "drained"
+    iteration: Count = -1
+    folder: str = ""
+
+
+class ReaderStalledEvent(EventFacts, frozen=True):
+    """A reader of memory made no progress and lost its hold."""
+
+    kind = "reader_stalled"
+    reader: str = ""
+    node: str = ""
+
+
+def _leaves(kind: type[EventFacts]) -> list[type[EventFacts]]:
+    below = [leaf for child in kind.__subclasses__() for leaf in _leaves(child)]
+    return below or [kind]
+
+
+FACTS: Mapping[str, type[EventFacts]] = {one.kind: one for one in _leaves(EventFacts)}
+"""The facts of each kind of event that has some."""
+
+
 @dataclass(frozen=True)
 class JobEvent:
     """One thing that happened.  ``kind`` is one of KINDS, ``text`` is for people.
 
-    ``monotonic`` is in seconds; ``fields`` holds what a program needs to know.
+    ``monotonic`` is in seconds.  ``facts`` are for programs, None for a kind that has none;
+    ``fields`` is what the line on disk has beside the text.
     """
 
     kind: str
     text: str
     fields: dict[str, Any] = field(default_factory=dict)
     monotonic: float = field(default_factory=time.monotonic)
+    facts: EventFacts | None = None
 
 
 Observer = Callable[[JobEvent], None]
@@ -138,11 +281,14 @@ class Observers:
         """Have ``observer`` get every event from now on."""
         self._observers.append(observer)
 
-    def emit(self, kind: str, text: str, **fields: Any) -> None:
-        """Pass one event on."""
-        event = JobEvent(kind, text, fields)
+    def emit(self, what: str | EventFacts, text: str, **fields: Any) -> None:
+        """Pass one event on: of a kind with its fields, or of the kind of these facts."""
+        if isinstance(what, str):
+            event = JobEvent(what, text, fields)
+        else:
+            event = JobEvent(what.kind, text, msgspec.to_builtins(what), facts=what)
         for observer in list(self._observers):
             try:
                 observer(event)
             except Exception as error:
-                log.error("%r failed on %r: %r", observer, kind, error)
+                log.error("%r failed on %r: %r", observer, event.kind, error)

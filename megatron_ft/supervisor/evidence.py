@@ -37,7 +37,7 @@ from megatron_ft.supervisor.autopsy import (
     read_log,
 )
 from megatron_ft.supervisor.ends import End, Failure, Hung
-from megatron_ft.supervisor.ledger import AUTOPSY
+from megatron_ft.supervisor.events import AutopsyEvent
 
 if TYPE_CHECKING:
     # The command that reads evidence starts faster without.
@@ -186,10 +186,15 @@ class EvidenceKeeper:
             # A full disk, or one that hangs: the job continues without.
             log.warning("no autopsy of %s: %r", failure.text, error)
             return failure
-        fields = {"rank": verdict.rank, "node": verdict.node, "verdict": verdict.kind}
-        fields |= {"how": verdict.how, "folder": str(folder)}
+        event = AutopsyEvent(
+            rank=verdict.rank,
+            node=verdict.node,
+            verdict=verdict.kind,
+            how=verdict.how,
+            folder=str(folder),
+        )
         text = f"stopped first ({verdict.kind}): {verdict.sentence}"
-        self._coordinator.observers.emit(AUTOPSY, text, **fields)
+        self._coordinator.observers.emit(event, text)
         # The first rank whose end was seen may have died of another one.
         moved = verdict.rank >= 0 and bool(failure.node and verdict.node)
         return replace(failure, node=verdict.node) if moved else failure

@@ -134,10 +134,6 @@ class RecoveryTime:
         again = f"training again {self.total:.2f} s after {self.cause}"
         return f"{again}: {parts}; restart of ranks: {self.restart()}"
 
-    def fields(self) -> dict[str, Any]:
-        """The same for programs."""
-        return {"total": round(self.total, 3), **self.parts(), "starts": dict(self.starts)}
-
 
 def in_ranges(numbers: Sequence[int]) -> str:
     """Sorted numbers as text: ``0-2,5``."""

@@ -15,6 +15,7 @@ from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.drains import Drains
 from megatron_ft.supervisor.ends import End, Finished, ReplicasDiffer, first_end
 from megatron_ft.supervisor.evacuation import Evacuations
+from megatron_ft.supervisor.events import TrainingEvent
 from megatron_ft.supervisor.job_context import JobContext
 from megatron_ft.supervisor.orders import create_requests, stripe_orders
 from megatron_ft.supervisor.processes import TrainerExit
@@ -162,7 +163,7 @@ class Incarnation:
         plan, coordinator = self.plan, self.job.coordinator
         first = max(0, plan.decision.iteration)
         schedule = self.pacing.begin(self.registration.interval, first)
-        self.job.emit("training", "training", iteration=first)
+        self.job.emit(TrainingEvent(iteration=first), "training")
         orders = stripe_orders(stripes, places, plan.active)
         self.renewal.begin(stripes, (slots.count, self.job.spec.settings.fixed_slots or USUAL))
         judge = partial(coordinator.replicas.judge, places)

@@ -9,7 +9,7 @@ from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.encoder_world import EncoderWorld, WorldKeeper
-from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.events import EventFacts, Observers
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.processes import TrainerFleet
@@ -44,6 +44,6 @@ class JobContext:
         """The observers of the job's events."""
         return self.coordinator.observers
 
-    def emit(self, kind: str, text: str, **fields: Any) -> None:
+    def emit(self, what: str | EventFacts, text: str, **fields: Any) -> None:
         """Pass an event on."""
-        self.observers.emit(kind, text, **fields)
+        self.observers.emit(what, text, **fields)

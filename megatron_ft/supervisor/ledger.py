@@ -13,7 +13,18 @@ from math import inf
 from typing import Any, NamedTuple
 
 from megatron_ft.supervisor import ends
-from megatron_ft.supervisor.event_log import RecordedEvent
+from megatron_ft.supervisor.event_log import LoggedEvent
+from megatron_ft.supervisor.events import (
+    AutopsyEvent,
+    BackoffEvent,
+    CaughtUpEvent,
+    EndedEvent,
+    NodeLostEvent,
+    RecoveredEvent,
+    RestoringEvent,
+    SnapshotEvent,
+    TrainingEvent,
+)
 
 PRODUCTIVE, REDONE, STALL = "productive", "redone", "stall"
 DETECT, DECIDE, REBUILD, START = "detect", "decide", "rebuild", "start"
@@ -32,22 +43,18 @@ CATEGORIES: Mapping[str, str] = {
     QUEUE: "no supervisor ran",
 }
 
-SUPERVISING, ENDED, CAUGHT_UP = "supervising", "incarnation_ended", "caught_up"
-"""Kinds of events that only the ledger needs: a supervisor has begun, an incarnation has ended,
-and the iteration was reached at which the one before had ended."""
-
-AUTOPSY = "autopsy"
-"""Kind of the event that names who stopped first in the incarnation that has ended."""
+SUPERVISING = "supervising"
+"""Kind of the event that a supervisor has begun."""
 
 _BEGINS = {
     SUPERVISING: START,
-    ENDED: DECIDE,
-    "backoff": IDLE,
+    EndedEvent.kind: DECIDE,
+    BackoffEvent.kind: IDLE,
     "holding": HOLD,
-    "restoring": REBUILD,
+    RestoringEvent.kind: REBUILD,
     "trainers_started": START,
-    "training": PRODUCTIVE,
-    CAUGHT_UP: PRODUCTIVE,
+    TrainingEvent.kind: PRODUCTIVE,
+    CaughtUpEvent.kind: PRODUCTIVE,
 }
 """Categories that events begin."""
 
@@ -155,7 +162,7 @@ def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in seconds.items()}
 
 
-def ledger(events: Sequence[RecordedEvent]) -> Ledger:
+def ledger(events: Sequence[LoggedEvent]) -> Ledger:
     """The ledger of a job's events, in the order in which they were recorded."""
     writer = _Writer()
     for at, event in timeline(events):
@@ -163,7 +170,7 @@ def ledger(events: Sequence[RecordedEvent]) -> Ledger:
     return writer.ledger
 
 
-def timeline(events: Iterable[RecordedEvent]) -> Iterator[tuple[float, RecordedEvent]]:
+def timeline(events: Iterable[LoggedEvent]) -> Iterator[tuple[float, LoggedEvent]]:
     """Events with the seconds since the first one, which never go back.
 
     Within a supervisor its monotonic clock counts, between two of them the wall clock: one that
@@ -173,10 +180,10 @@ def timeline(events: Iterable[RecordedEvent]) -> Iterator[tuple[float, RecordedE
     wall = monotonic = last = 0.0
     for event in events:
         if origin is None:
-            origin = event["time"]
-        if event["kind"] == SUPERVISING or not monotonic:
-            wall, monotonic = max(event["time"] - origin, last), event["at"]
-        last = max(last, wall + event["at"] - monotonic)
+            origin = event.time
+        if event.kind == SUPERVISING or not monotonic:
+            wall, monotonic = max(event.time - origin, last), event.at
+        last = max(last, wall + event.at - monotonic)
         yield last, event
 
 
@@ -194,18 +201,19 @@ class _Writer:
         self._behind: Incident | None = None
         """The one after which training makes again what was lost; others never change."""
 
-    def take(self, at: float, event: RecordedEvent) -> None:
+    def take(self, at: float, event: LoggedEvent) -> None:
         """Account for the time up to an event."""
-        kind = event["kind"]
-        if kind == SUPERVISING:
+        facts = event.facts
+        if event.kind == SUPERVISING:
             self._category = QUEUE if self._supervised else START
             self._supervised = True
-        begins = _BEGINS.get(kind)
-        if kind == "training" and event.get("iteration", 0) < self._reached:
+        begins = _BEGINS.get(event.kind)
+        if isinstance(facts, TrainingEvent) and facts.iteration < self._reached:
             begins = REDONE
         now = at
-        # Both are recorded a little later than they happen.
-        at = max(self._since, at - event.get("ago", 0.0)) if kind in (CAUGHT_UP, ENDED) else at
+        if isinstance(facts, CaughtUpEvent | EndedEvent):
+            # Both are recorded a little later than they happen.
+            at = max(self._since, at - facts.ago)
         if self._category == IDLE and begins is not None:
             at = self._end_wait(at)
         self._cut(at, event, begins or self._category)
@@ -219,9 +227,9 @@ class _Writer:
         self._category = DECIDE
         return at
 
-    def _cut(self, at: float, event: RecordedEvent, category: str) -> None:
+    def _cut(self, at: float, event: LoggedEvent, category: str) -> None:
         self._span(at)
-        self._category, self._incarnation = category, event.get("incarnation", 0)
+        self._category, self._incarnation = category, event.incarnation
 
     def _span(self, stop: float) -> None:
         spans = self.ledger.spans
@@ -233,39 +241,38 @@ class _Writer:
             spans.append(span)
         self._since = stop
 
-    def _note(self, at: float, event: RecordedEvent) -> None:
+    def _note(self, at: float, event: LoggedEvent) -> None:
         """Keep what later events are judged by."""
-        kind, one = event["kind"], self._open
-        self._reached = max(self._reached, event.get("reached", -1))
-        if kind in ("committed", "aborted", "dropped"):
-            self.ledger.stalls.append((at, event.get("stall", 0.0)))
-        elif kind == "backoff":
-            self._wait = event.get("seconds", 0.0)
-        elif kind == ENDED:
+        facts, one = event.facts, self._open
+        if isinstance(facts, SnapshotEvent):
+            self.ledger.stalls.append((at, facts.stall))
+        elif isinstance(facts, BackoffEvent):
+            self._wait = facts.seconds
+        elif isinstance(facts, EndedEvent):
+            self._reached = max(self._reached, facts.reached)
             self._trained, self._behind = len(self.ledger.spans) - 1, None
-            if not event.get("asked"):
-                self._open = _incident(at, event)
+            if not facts.asked:
+                self._open = _incident(at, event, facts)
                 self.ledger.incidents.append(self._open)
-        elif kind == CAUGHT_UP and self._behind is not None:
+        elif isinstance(facts, CaughtUpEvent) and self._behind is not None:
             self._behind.redone, self._behind = self.ledger.spans[-1].seconds, None
         elif one is not None:
             self._note_recovery(one, at, event)
-        if kind == "recovered" and self._trained is not None:
-            self._move_detection(event.get("detect", 0.0))
+        if isinstance(facts, RecoveredEvent) and self._trained is not None:
+            self._move_detection(facts.detect)
 
-    def _note_recovery(self, one: Incident, at: float, event: RecordedEvent) -> None:
+    def _note_recovery(self, one: Incident, at: float, event: LoggedEvent) -> None:
         """Complete an incident until training continues."""
-        kind = event["kind"]
-        if kind == AUTOPSY and event.get("rank", -1) >= 0:
-            one.kind, one.node = event.get("verdict", ""), event.get("node", "")
-            one.text = event["text"]
-        elif kind == "node_lost":
+        facts = event.facts
+        if isinstance(facts, AutopsyEvent) and facts.rank >= 0:
+            one.kind, one.node, one.text = facts.verdict, facts.node, event.text
+        elif isinstance(facts, NodeLostEvent):
             # Its processes end one after the other; any of them may be the first to be missed.
-            one.kind, one.node = NODE, event.get("node", "")
-        elif kind == "restoring":
-            one.iteration, one.source = event.get("iteration", -1), event.get("source", "")
-            one.lost = event.get("iterations_lost") or 0
-        elif kind == "training":
+            one.kind, one.node = NODE, facts.node
+        elif isinstance(facts, RestoringEvent):
+            one.iteration, one.source = facts.iteration, facts.source
+            one.lost = facts.iterations_lost or 0
+        elif isinstance(facts, TrainingEvent):
             one.down = at - one.at
             self._open, self._behind = None, one
 
@@ -283,7 +290,7 @@ class _Writer:
         ]
 
 
-def _incident(at: float, event: RecordedEvent) -> Incident:
-    cause = event.get("cause", "")
-    kind = next((name for prefix, name in _CLASSES if cause.startswith(prefix)), cause or "other")
-    return Incident(at, kind, event["text"], event.get("incarnation", 0), event.get("node", ""))
+def _incident(at: float, event: LoggedEvent, ended: EndedEvent) -> Incident:
+    cause = ended.cause
+    kind = next((name for begin, name in _CLASSES if cause.startswith(begin)), cause or "other")
+    return Incident(at, kind, event.text, event.incarnation, ended.node)

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from msgspec.structs import replace
 
@@ -35,9 +35,10 @@ from megatron_ft.supervisor.admission import (
     owned_arenas,
 )
 from megatron_ft.supervisor.coordinator import Coordinator
-from megatron_ft.supervisor.ends import Failure, Interrupted, NodeLost, SmpLost
+from megatron_ft.supervisor.ends import Failure, Interrupted, NodeLost, SmpLost, first_end
+from megatron_ft.supervisor.events import NodeLostEvent
 from megatron_ft.supervisor.job_state import JobState, homes_of
-from megatron_ft.supervisor.processes import Result, SmpFleet, unless
+from megatron_ft.supervisor.processes import Result, SmpFleet
 from megatron_ft.supervisor.seats import Seats, first_active, other_size, stripes_by_position
 from megatron_ft.supervisor.spec import JobSpec
 
@@ -156,7 +157,7 @@ class Membership:
         lost, spares = seats.lost(admitted), seats.substitutes(admitted)
         for node in [node for node in lost if node not in seats.aside]:
             self._give_up(node)
-            self._emit("node_lost", f"node {node} is lost", node)
+            self._coordinator.observers.emit(NodeLostEvent(node=node), f"node {node} is lost")
         if len(spares) < len(lost):
             raise self._no_spare(lost, admitted, len(lost) - len(spares))
         stripes = self._stripes({a.members for i in admitted.values() for a in i.arenas})
@@ -286,8 +287,11 @@ class Membership:
             work = asyncio.gather(*map(self._replace_smp, dead))
             try:
                 reasons = await asyncio.shield(work)
-            finally:
-                await asyncio.wait({work})
+            except asyncio.CancelledError:
+                while not work.done():
+                    with suppress(asyncio.CancelledError):
+                        await asyncio.wait({work})
+                raise
             for node, reason in zip(dead, reasons, strict=True):
                 if reason:
                     return SmpLost(reason, node)
@@ -323,11 +327,11 @@ class Membership:
         failed.  Of a node that is only cut off, nobody else would say so before the end of timeouts
         that are meant for a rebuild.  StaleIncarnationError when somebody else leads the job.
         """
-        return await unless(self.smps.while_all_run(work), self._silence())
+        return await first_end(self.smps.while_all_run(work), self._silence())
 
-    async def _silence(self) -> ControlPlaneError:
+    async def _silence(self) -> NoReturn:
         failure = await self.until_silence()
-        return ControlPlaneError(failure.text, failure.node)
+        raise ControlPlaneError(failure.text, failure.node)
 
     async def until_silence(self) -> Failure:
         """Wait until a node that trains is silent, or the coordinator has failed.

@@ -13,13 +13,13 @@ import uuid
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
 from megatron_ft.core import private_files
 from megatron_ft.core.environment import INCARNATION, TREE
-from megatron_ft.core.errors import ControlPlaneError, MegatronFTError, SchedulerAwayError
+from megatron_ft.core.errors import ControlPlaneError, SchedulerAwayError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.process_tools import free_port, last_word, log_size
 from megatron_ft.core.startup import before_script
@@ -33,6 +33,7 @@ from megatron_ft.launchers.launcher import (
 from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.__main__ import Credentials, Ready
+from megatron_ft.supervisor.ends import first_end
 from megatron_ft.supervisor.job_state import STATUS, JobState, SmpPlace
 from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.trainer_hosts import TrainerHosts, why_cold
@@ -110,25 +111,6 @@ SMP_START_SECONDS = 60.0
 Result = TypeVar("Result")
 
 
-async def unless(
-    work: Coroutine[Any, Any, Result], trouble: Coroutine[Any, Any, MegatronFTError]
-) -> Result:
-    """The result of ``work``; as soon as ``trouble`` ends, its result is raised.
-
-    Neither continues after this.
-    """
-    task, reason = asyncio.create_task(work), asyncio.create_task(trouble)
-    try:
-        await asyncio.wait({task, reason}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise reason.result()
-        return task.result()
-    finally:
-        task.cancel()
-        reason.cancel()
-        await asyncio.gather(task, reason, return_exceptions=True)
-
-
 class SmpFleet:
     """One SMP on every node of the job, spares included; they outlive the supervisor."""
 
@@ -175,12 +157,11 @@ class SmpFleet:
         Its answer would be awaited to the end of the timeout.
         """
 
-        async def some_end() -> ControlPlaneError:
+        async def until_one_ends() -> NoReturn:
             nodes = await self.ended()
-            text = f"the SMP of {', '.join(nodes)} ended"
-            return ControlPlaneError(text, nodes[0])
+            raise ControlPlaneError(f"the SMP of {', '.join(nodes)} ended", nodes[0])
 
-        return await unless(work, some_end())
+        return await first_end(work, until_one_ends())
 
     def forget(self, node: str) -> None:
         """The node is lost, and its SMP with it."""

@@ -25,6 +25,7 @@ from megatron_ft.core.scheme import Scheme
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.admission import Inventories, LivingRanks, kept_ranks
 from megatron_ft.supervisor.disk_restore import DiskRestores, DiskSource, lineage_before
+from megatron_ft.supervisor.events import RestoringEvent
 from megatron_ft.supervisor.health import Health, Vote
 from megatron_ft.supervisor.job_context import JobContext
 from megatron_ft.supervisor.orders import shards_by_node
@@ -251,14 +252,13 @@ class Recovery:
         if plan.disk is not None:
             reasons = [f"memory: {memory.explanation}"] if memory.explanation else []
             text += "".join(f"; {reason}" for reason in [*reasons, *choice.reasons])
-        self._coordinator.observers.emit(
-            "restoring",
-            text,
+        event = RestoringEvent(
             iteration=plan.decision.iteration,
             source=source,
-            lost=list(plan.lost()),
+            lost=plan.lost(),
             iterations_lost=lost,
         )
+        self._coordinator.observers.emit(event, text)
 
     async def _carry_out(self, plan: RestorePlan, admitted: Sequence[str]) -> RestorePlan:
         coordinator, snapshot = self._coordinator, plan.decision.snapshot

@@ -19,9 +19,10 @@ from megatron_ft.launchers.launcher import ReturningHosts
 from megatron_ft.launchers.slurm.allocation import ReplacementHosts
 from megatron_ft.supervisor import recovery_cost as cost
 from megatron_ft.supervisor.elastic import nodes_left
-from megatron_ft.supervisor.event_log import EVENTS, RecordedEvent, read_events
+from megatron_ft.supervisor.event_log import EVENTS, LoggedEvent, read_events
+from megatron_ft.supervisor.events import EndedEvent, TrainingEvent
 from megatron_ft.supervisor.job_context import JobContext
-from megatron_ft.supervisor.ledger import ENDED, SUPERVISING, timeline
+from megatron_ft.supervisor.ledger import SUPERVISING, timeline
 from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
 
@@ -78,7 +79,7 @@ class NoSparePolicy:
             figures={name: one._asdict() for name, one in estimates.items()},
         )
 
-    def _events(self) -> Sequence[RecordedEvent]:
+    def _events(self) -> Sequence[LoggedEvent]:
         """The recorded events; an unreadable file costs measured times, never a recovery."""
         try:
             return read_events(self._state.folder / EVENTS).events
@@ -178,14 +179,14 @@ class MeasuredTimes:
     Where hosts come ``unasked``, a job that has shrunk waits for them, too.
     """
 
-    def __init__(self, events: Iterable[RecordedEvent], unasked: bool = True) -> None:
+    def __init__(self, events: Iterable[LoggedEvent], unasked: bool = True) -> None:
         self._unasked = unasked
         self.spent: dict[str, list[float]] = defaultdict(list)
         self.in_vain = 0.0
         self._since: dict[str, float] = {}
         self._took, self._apart, self._lost, at = "", 0.0, False, 0.0
         for at, event in timeline(events):
-            self._take(event["kind"], at, event.get("ago", 0.0))
+            self._take(at, event)
         self._no_host(SHRINK, at)
 
     def estimate(self, name: str, given: float = 0.0) -> Estimate:
@@ -206,18 +207,18 @@ class MeasuredTimes:
         source += f", {in_vain:.0f} s in vain" if in_vain else ""
         return Estimate((sum(found) + in_vain) / len(found), source)
 
-    def _take(self, kind: str, at: float, ago: float) -> None:
-        since = self._since
+    def _take(self, at: float, event: LoggedEvent) -> None:
+        since, kind = self._since, event.kind
         self._took = _TAKES.get(kind, self._took)
         if kind in _ENDS_DRAIN:
             self._end(cost.DRAIN, at)
         if kind == SUPERVISING:
             self._end(cost.QUEUE, at)
             self._since, self._apart = {cost.START: at}, 0.0
-        elif kind == ENDED:
-            since.setdefault("down", at - ago)
+        elif isinstance(event.facts, EndedEvent):
+            since.setdefault("down", at - event.facts.ago)
             self._apart += self._end(HOLD, at, cost.HOST)
-        elif kind == "training":
+        elif isinstance(event.facts, TrainingEvent):
             self._trains(at)
         elif kind in ("stopped", "held_in_vain"):
             self._apart += self._no_host(HOLD, at)

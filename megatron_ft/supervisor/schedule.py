@@ -16,7 +16,7 @@ from statistics import median
 
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.events import JobEvent, Observers
+from megatron_ft.supervisor.events import CommittedEvent, JobEvent, Observers
 from megatron_ft.supervisor.pressure import Debt
 
 
@@ -316,7 +316,7 @@ class Pacing:
             self._observers.emit("pressure", text, until=debt.until, late=slowed.late)
 
     def _on_job_event(self, event: JobEvent) -> None:
-        if self._late and event.kind == "committed" and self._schedule is not None:
-            if event.fields["iteration"] >= self._schedule.debt.until:
+        if self._late and isinstance(event.facts, CommittedEvent) and self._schedule is not None:
+            if event.facts.iteration >= self._schedule.debt.until:
                 self._late = False
                 self._observers.emit("pressure_over", "snapshots are taken at their interval again")

@@ -52,13 +52,13 @@ from megatron_ft.supervisor.ends import (
     RebuildFailed,
 )
 from megatron_ft.supervisor.evacuation import Evacuations
-from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.events import BackoffEvent, CommittedEvent, EndedEvent, JobEvent
 from megatron_ft.supervisor.evidence import EvidenceKeeper
 from megatron_ft.supervisor.health import Health
 from megatron_ft.supervisor.incarnation import Incarnation
 from megatron_ft.supervisor.job_context import JobContext
 from megatron_ft.supervisor.job_state import STATUS, JobState
-from megatron_ft.supervisor.ledger import ENDED, SUPERVISING
+from megatron_ft.supervisor.ledger import SUPERVISING
 from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.outcome import JobEnding, Outcome
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
@@ -338,9 +338,14 @@ class Supervisor:
     async def _after(self, end: Asked | Failure) -> None:
         """Charge a failure to the restart budget, which may end the job, and wait if it says so."""
         cause, node = (end.cause, end.node) if isinstance(end, Failure) else ("", "")
-        why = {"cause": cause, "node": node, "asked": isinstance(end, Asked)}
-        ago = time.monotonic() - self._ended
-        self.observers.emit(ENDED, end.text, reached=self._reached, ago=ago, **why)
+        event = EndedEvent(
+            reached=self._reached,
+            ago=time.monotonic() - self._ended,
+            cause=cause,
+            node=node,
+            asked=isinstance(end, Asked),
+        )
+        self.observers.emit(event, end.text)
         self._watch.clock.dead(end.text)
         if isinstance(end, Failure):
             await self._after_failure(end)
@@ -364,7 +369,7 @@ class Supervisor:
         if self._budget.delay_seconds:
             delay = self._budget.delay_seconds
             text = f"waiting {delay:g} s before the next start"
-            self.observers.emit("backoff", text, seconds=delay)
+            self.observers.emit(BackoffEvent(seconds=delay), text)
             await asyncio.sleep(delay)
 
     async def _number_above_restore_from(self) -> None:
@@ -389,13 +394,11 @@ class Supervisor:
 
         SMPs have dropped shards of an older layout when one of the present is as safe.
         """
-        if event.kind != "committed":
+        if not isinstance(event.facts, CommittedEvent):
             return
         if not self.state.record.committed:
             self.state.update(committed=True)
-        safe = (
-            event.fields.get("level") == "protected" or not self.members.seats.scheme.parity_members
-        )
+        safe = event.facts.level == "protected" or not self.members.seats.scheme.parity_members
         if safe and self.state.record.sources:
             self.state.update(sources={}, source_seats={})
 

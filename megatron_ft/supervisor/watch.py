@@ -25,8 +25,8 @@ from megatron_ft.smp.heartbeats import STACK_SECONDS
 from megatron_ft.supervisor.autopsy import HOW, LIBRARY, LOADER, LOCKED, SUSPENDED
 from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.ends import Hung
+from megatron_ft.supervisor.events import CaughtUpEvent, RecoveredEvent
 from megatron_ft.supervisor.heartbeats import RankReport, RecoveryClock
-from megatron_ft.supervisor.ledger import CAUGHT_UP
 from megatron_ft.supervisor.stragglers import Stragglers
 from megatron_ft.trainer.heartbeats import BEAT_SECONDS, FIRST_ITERATIONS
 
@@ -129,7 +129,9 @@ class JobWatch:
         """Emit recoveries that have ended, and renew what status shows."""
         coordinator = self._coordinator
         if (done := self.clock.poll(heard)) is not None:
-            coordinator.observers.emit("recovered", done.describe(), **done.fields())
+            starts = {kind: list(ranks) for kind, ranks in done.starts.items()}
+            event = RecoveredEvent(total=round(done.total, 3), starts=starts, **done.parts())
+            coordinator.observers.emit(event, done.describe())
             self._recovery = {"text": done.describe(), "total": done.total, **done.parts()}
             self._recovery["restart"] = done.restart()
             self._restarts[self._source] = round(done.total, 3)
@@ -137,7 +139,7 @@ class JobWatch:
         if 0 <= self._behind < iteration:
             newer = (iteration - self._behind) * max(one.report.typical for one in heard)
             text = f"caught up with iteration {self._behind}"
-            coordinator.observers.emit(CAUGHT_UP, text, iteration=self._behind, ago=newer)
+            coordinator.observers.emit(CaughtUpEvent(iteration=self._behind, ago=newer), text)
             self._behind = -1
         for slow in self._stragglers.judge(heard, time.monotonic()):
             named = {"rank": slow.rank, "node": slow.node, "iterations": slow.iterations}

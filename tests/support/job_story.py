@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_ft.supervisor.event_log import LoggedEvent, event_of
+
 HOSTILE = "<script>alert(1)</script><img src=http://192.0.2.1/x.png onerror=alert(2)>\"'&\x00\ud800"
 """Text that a trainer's log may have, and that must stay text."""
 
@@ -16,6 +18,11 @@ class JobStory:
         self.now, self.incarnation, self.iteration = 0.0, 0, 0
         self.add(0, "supervising", "gpt: 4 nodes, 1 spares, 4 ranks")
         self.begin()
+
+    @property
+    def logged(self) -> list[LoggedEvent]:
+        """The events as a reader of the file has them."""
+        return [event_of(line) for line in self.events]
 
     def add(self, seconds: float, kind: str, text: str = "", **fields: Any) -> None:
         self.now += seconds

@@ -13,8 +13,8 @@ from enum import Enum
 
 from megatron_ft.cli.chaos.trace import TraceLine
 from megatron_ft.supervisor.event_log import RecordedEvent
+from megatron_ft.supervisor.events import EndedEvent
 from megatron_ft.supervisor.heartbeats import PARTS
-from megatron_ft.supervisor.ledger import ENDED
 
 Traces = Mapping[int, Sequence[TraceLine]]
 """Ranks to all their lines."""
@@ -116,14 +116,21 @@ class DemoRecovery:
 
 
 # Events by which the supervisor shows that it has noticed a death.
-_DETECTIONS = ("trainer_died", "silent", "smp_restarted", "world_ended", "node_lost", ENDED)
+_DETECTIONS = (
+    "trainer_died",
+    "silent",
+    "smp_restarted",
+    "world_ended",
+    "node_lost",
+    EndedEvent.kind,
+)
 
 
 def _noticed(event: RecordedEvent) -> float:
     """The time of a detection.  The end of an incarnation is reported when its trainers are dead,
     and says how long ago it was; the clock of the parts begins there."""
     at: float = event["at"]
-    return at - event["ago"] if event["kind"] == ENDED else at
+    return at - event["ago"] if event["kind"] == EndedEvent.kind else at
 
 
 def recoveries(

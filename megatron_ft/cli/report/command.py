@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_ft.cli.common import add_job, replace_output, say
 from megatron_ft.cli.ledger import events_of
 from megatron_ft.cli.report.page import page
-from megatron_ft.supervisor.event_log import RecordedEvent
+from megatron_ft.supervisor.event_log import LoggedEvent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,5 +34,5 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def write_report(path: Path, job: str, events: Sequence[RecordedEvent]) -> None:
+def write_report(path: Path, job: str, events: Sequence[LoggedEvent]) -> None:
     replace_output(path, page(job, events, time.time()))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_ft.supervisor.event_log import RecordedEvent
-from megatron_ft.supervisor.ledger import ENDED, timeline
+from megatron_ft.supervisor.event_log import LoggedEvent
+from megatron_ft.supervisor.events import CommittedEvent, EndedEvent, TrainingEvent
+from megatron_ft.supervisor.ledger import timeline
 
 Point = tuple[float, float]
 """Seconds since the job's beginning, and a value."""
@@ -30,28 +31,29 @@ class Curves:
     exposed: dict[str, Curve] = field(default_factory=dict)
 
 
-def curves(events: Sequence[RecordedEvent]) -> Curves:
+def curves(events: Sequence[LoggedEvent]) -> Curves:
     """The curves of a job's events."""
     found = Curves()
-    levels = {event.get("level") for event in events if event["kind"] == "committed"}
+    levels = {e.facts.level for e in events if isinstance(e.facts, CommittedEvent)}
     for name in ("local", "protected"):
         if name in levels:
             # A protected snapshot is one that survives the end of a process, too.
-            counted = {name, "protected"}
+            counted: set[str] = {name, "protected"}
             found.exposed[name] = _exposed(events, counted)
     for at, event in timeline(events):
-        kind, iteration = event["kind"], event.get("iteration", -1)
-        if kind == "training":
-            found.reached.append([(at, iteration)])
-        elif kind == "committed":
+        facts = event.facts
+        if isinstance(facts, TrainingEvent):
+            found.reached.append([(at, facts.iteration)])
+        elif isinstance(facts, CommittedEvent):
+            iteration = facts.iteration
             newest = found.committed[-1][1] if found.committed else iteration
             found.committed += [(at, newest), (at, iteration)]
             if found.reached:
                 _advance(found, at, iteration)
-        elif kind == ENDED and found.reached and event.get("reached", -1) >= 0:
+        elif isinstance(facts, EndedEvent) and found.reached and facts.reached >= 0:
             last = found.reached[-1]
             # Recorded a little later than it happens.
-            last.append((max(last[-1][0], at - event.get("ago", 0.0)), event["reached"]))
+            last.append((max(last[-1][0], at - facts.ago), facts.reached))
     return found
 
 
@@ -62,24 +64,25 @@ def _advance(found: Curves, at: float, iteration: int) -> None:
         found.reached[-1].append((at, iteration))
 
 
-def _exposed(events: Sequence[RecordedEvent], levels: set[str]) -> Curve:
+def _exposed(events: Sequence[LoggedEvent], levels: set[str]) -> Curve:
     pieces: Curve = []
     since: float | None = None
     first: dict[int, float] = {}
     """Time of an iteration's first commit; becoming protected later makes it no newer."""
     for at, event in timeline(events):
-        if event["kind"] == "training":
+        facts = event.facts
+        if isinstance(facts, TrainingEvent):
             pieces.append([(at, 0.0)])
             since, first = at, {}
         elif since is None:
             continue
-        elif event["kind"] == "committed":
-            made = first.setdefault(event.get("iteration", -1), at)
-            if event.get("level") in levels:
+        elif isinstance(facts, CommittedEvent):
+            made = first.setdefault(facts.iteration, at)
+            if facts.level in levels:
                 pieces[-1] += [(at, at - since), (at, at - max(since, made))]
                 since = max(since, made)
-        elif event["kind"] == ENDED:
-            stop = max(since, at - event.get("ago", 0.0))
+        elif isinstance(facts, EndedEvent):
+            stop = max(since, at - facts.ago)
             pieces[-1].append((stop, stop - since))
             since = None
     return pieces

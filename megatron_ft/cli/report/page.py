@@ -19,7 +19,8 @@ from megatron_ft.cli.report.charts import (
     time_chart,
 )
 from megatron_ft.cli.report.curves import Curves, curves
-from megatron_ft.supervisor.event_log import RecordedEvent
+from megatron_ft.supervisor.event_log import LoggedEvent
+from megatron_ft.supervisor.events import CommittedEvent, RecoveredEvent
 from megatron_ft.supervisor.heartbeats import PARTS
 from megatron_ft.supervisor.ledger import (
     CATEGORIES,
@@ -39,7 +40,7 @@ _LEVELS = {
 }
 
 
-def page(job: str, events: Sequence[RecordedEvent], now: float) -> str:
+def page(job: str, events: Sequence[LoggedEvent], now: float) -> str:
     """The HTML text; ``now`` is the moment, in seconds since 1970, that it names as its own."""
     found, name = ledger(events), text_of(job)
     parts = [_head(name, events, found, now), _ledger_section(found)]
@@ -56,9 +57,9 @@ def _moment(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def _head(name: str, events: Sequence[RecordedEvent], found: Ledger, now: float) -> Iterator[str]:
+def _head(name: str, events: Sequence[LoggedEvent], found: Ledger, now: float) -> Iterator[str]:
     last = events[-1]
-    committed = [event.get("iteration", -1) for event in events if event["kind"] == "committed"]
+    committed = [e.facts.iteration for e in events if isinstance(e.facts, CommittedEvent)]
     facts = {
         "Wall time": duration(found.wall),
         "Productive (ETTR)": f"{found.ettr:.1%}",
@@ -67,11 +68,11 @@ def _head(name: str, events: Sequence[RecordedEvent], found: Ledger, now: float)
         "Committed iteration": f"{committed[-1]:,}" if committed else "none",
     }
     tiles = "".join(f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in facts.items())
-    began = next((event["text"] for event in events if event["kind"] == SUPERVISING), "")
+    began = next((event.text for event in events if event.kind == SUPERVISING), "")
     yield (
         f"<header><h1>{name}</h1><p>{text_of(began)}{'<br>' * bool(began)}"
-        f"{_moment(events[0]['time'])} to {_moment(last['time'])}; the last event: "
-        f"{text_of(last['text'][:_LONGEST_TEXT])}<br>generated at "
+        f"{_moment(events[0].time)} to {_moment(last.time)}; the last event: "
+        f"{text_of(last.text[:_LONGEST_TEXT])}<br>generated at "
         f"{time.strftime('%Y-%m-%d %H:%M:%S %z', time.localtime(now))}; times are of this zone"
         f"</p></header><dl>{tiles}</dl>"
     )
@@ -138,13 +139,14 @@ def _ledger_section(found: Ledger) -> Iterator[str]:
     yield "</section>"
 
 
-def _recoveries(events: Sequence[RecordedEvent]) -> Iterator[str]:
-    done = [(at, event) for at, event in timeline(events) if event["kind"] == "recovered"]
+def _recoveries(events: Sequence[LoggedEvent]) -> Iterator[str]:
+    found = ((at, event.facts) for at, event in timeline(events))
+    done = [(at, facts) for at, facts in found if isinstance(facts, RecoveredEvent)]
     if not done:
         return
-    parts = [{name: event.get(name, 0.0) for name in PARTS} for _, event in done]
+    parts = [{name: getattr(facts, name) for name in PARTS} for _, facts in done]
     shown = [
-        (_moment(events[0]["time"] + at), f"{sum(one.values()):.2f} s", one)
+        (_moment(events[0].time + at), f"{sum(one.values()):.2f} s", one)
         for (at, _), one in [*zip(done, parts, strict=True)][-MOST_BARS:]
     ]
     note = _left_out(len(shown), len(done), "recoveries; the median is of all")
@@ -182,7 +184,7 @@ def _progress(axis: Axis, found: Curves, incidents: Sequence[Incident]) -> Itera
     yield "</section>"
 
 
-def _incidents(events: Sequence[RecordedEvent], incidents: Sequence[Incident]) -> Iterator[str]:
+def _incidents(events: Sequence[LoggedEvent], incidents: Sequence[Incident]) -> Iterator[str]:
     yield "<section><h2>Incidents</h2>"
     if not incidents:
         yield "<p>None.</p></section>"
@@ -194,7 +196,7 @@ def _incidents(events: Sequence[RecordedEvent], incidents: Sequence[Incident]) -
     heads = {"When": "", "Kind": "", "Node": "", "Cause": "t", "Restored": "", "Lost": "n"}
     rows = [
         (
-            _moment(events[0]["time"] + one.at),
+            _moment(events[0].time + one.at),
             text_of(one.kind),
             text_of(one.node),
             text_of(one.text[:_LONGEST_TEXT]),
@@ -219,15 +221,15 @@ def _by_kind(incidents: Sequence[Incident]) -> str:
     return _table({"Kind": "", "Number": "n", "Median down": "n", "Longest down": "n"}, rows)
 
 
-def _last_events(events: Sequence[RecordedEvent]) -> Iterator[str]:
-    others = [(at, event) for at, event in timeline(events) if event["kind"] != "committed"]
+def _last_events(events: Sequence[LoggedEvent]) -> Iterator[str]:
+    others = [(at, event) for at, event in timeline(events) if event.kind != "committed"]
     shown = others[-MOST_EVENTS:]
     rows = [
         (
-            _moment(events[0]["time"] + at),
-            text_of(event.get("incarnation", 0)),
-            text_of(event["kind"]),
-            text_of(event["text"][:_LONGEST_TEXT] + " ..." * (len(event["text"]) > _LONGEST_TEXT)),
+            _moment(events[0].time + at),
+            text_of(event.incarnation),
+            text_of(event.kind),
+            text_of(event.text[:_LONGEST_TEXT] + " ..." * (len(event.text) > _LONGEST_TEXT)),
         )
         for at, event in shown
     ]

@@ -76,7 +76,7 @@ def test_a_supervisor_that_dies_leaves_a_ledger_with_a_gap(made: list[Job], tmp_
     path = tmp_path / "state" / job.name / EVENTS
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as first:
         deadline = time.monotonic() + 60
-        while not any(e["kind"] == "committed" for e in read_events(path).events):
+        while not any(e.kind == "committed" for e in read_events(path).events):
             assert time.monotonic() < deadline, "no snapshot was committed in 60 s"
             time.sleep(0.1)
         first.kill()

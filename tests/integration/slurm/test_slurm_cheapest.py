@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_ft.core.identity import HOLD, SHRINK
-from megatron_ft.supervisor.event_log import EVENTS, RecordedEvent, read_events
+from megatron_ft.supervisor.event_log import EVENTS, RecordedEvent
 from megatron_ft.supervisor.recovery_cost import HOST, LEFT, QUEUE, REQUEUE
 from tests.integration.jobs.test_reshape_jobs import check, command
 from tests.support.slurm_jobs import NEEDS_SLURM, SlurmJob, Submit
@@ -54,12 +55,9 @@ def test_the_cheapest_way_follows_from_the_figures(
 
 
 def decided(job: SlurmJob) -> RecordedEvent:
-    (found,) = (
-        event
-        for event in read_events(job.folder / "state" / job.name / EVENTS).events
-        if event["kind"] == "decided"
-    )
-    return found
+    lines = (job.folder / "state" / job.name / EVENTS).read_text().splitlines()
+    (found,) = (event for event in map(json.loads, lines) if event["kind"] == "decided")
+    return dict(found)
 
 
 def check_told(job: SlurmJob, decision: Any, limit: float) -> None:

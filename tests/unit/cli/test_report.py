@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from megatron_ft.cli.main import main
 from megatron_ft.cli.report.charts import Axis, duration
 from megatron_ft.cli.report.curves import curves
 from megatron_ft.cli.report.page import MOST_EVENTS, MOST_INCIDENTS, page
-from megatron_ft.supervisor.event_log import EVENTS, RecordedEvent
+from megatron_ft.supervisor.event_log import EVENTS, LoggedEvent
 from tests.support.job_story import HOSTILE, JobStory
 
 VOID = {"meta", "br"}
@@ -51,7 +51,7 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
-def parsed(events: Sequence[RecordedEvent], job: str = "job") -> Page:
+def parsed(events: Sequence[LoggedEvent], job: str = "job") -> Page:
     text = page(job, events, 1.8e9)
     assert not re.search(r"nan|inf(?![a-z])", re.sub(r"<style>.*</style>", "", text))
     text.encode()
@@ -68,7 +68,7 @@ def story(faults: int) -> JobStory:
 
 
 def test_all_of_a_job_with_two_faults() -> None:
-    made = parsed(story(2).events)
+    made = parsed(story(2).logged)
     words = " ".join(made.words)
     for part in ("Timeline", "Where the time went", "By incarnation", "Recoveries in parts"):
         assert part in words
@@ -87,14 +87,14 @@ def test_text_of_a_job_stays_text() -> None:
     made.events[0]["text"] = HOSTILE
     harmless = story(1)
     harmless.add(1, "finished")
-    found = parsed(made.events, HOSTILE)
-    assert found.elements.keys() == parsed(harmless.events).elements.keys()
+    found = parsed(made.logged, HOSTILE)
+    assert found.elements.keys() == parsed(harmless.logged).elements.keys()
     assert not any(name.startswith("on") or name in {"src", "href"} for name in found.attributes)
     assert "<script>alert(1)</script>" in "".join(found.words)
 
 
 def test_a_job_of_a_thousand_faults_is_cut_and_says_so() -> None:
-    text = page("job", story(1000).events, 1.8e9)
+    text = page("job", story(1000).logged, 1.8e9)
     assert len(text) < 600_000
     words = " ".join(Page(text).words)
     assert f"The newest {MOST_INCIDENTS} of 1,000 incidents" in words
@@ -104,7 +104,7 @@ def test_a_job_of_a_thousand_faults_is_cut_and_says_so() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_a_job_in_its_first_seconds(count: int) -> None:
-    words = " ".join(parsed(JobStory().events[:count]).words)
+    words = " ".join(parsed(JobStory().logged[:count]).words)
     assert "Where the time went" in words and ("Timeline" in words) == (count > 1)
 
 
@@ -113,7 +113,7 @@ def test_curves_of_progress() -> None:
     made.train(6)
     made.lose()
     made.train(2)
-    found = curves(made.events)
+    found = curves(made.logged)
     # Training began after 4 s, and again 5.5 s after the fault was known.
     assert found.reached == [[(4, 0), (6, 2), (8, 4), (10, 6), (10, 6)], [(15.5, 4), (20.5, 6)]]
     assert [value for _, value in found.pace] == [1, 1, 1, 2.5]
@@ -126,7 +126,7 @@ def test_a_snapshot_that_is_protected_late_is_as_old_as_it_is() -> None:
     made = JobStory()
     made.train(3)
     made.add(5, "committed", iteration=2, level="protected")
-    found = curves(made.events).exposed
+    found = curves(made.logged).exposed
     # Training began after 4 s, and iteration 2 was committed after 6.
     assert found["protected"] == [[(4, 0), (12, 8), (12, 6)]]
     assert found["local"] == [[(4, 0), (6, 2), (6, 0), (12, 6), (12, 6)]]
@@ -152,7 +152,7 @@ def test_an_axis_has_a_few_ticks(wall: float) -> None:
     assert 2 <= len(texts) <= 9 and len(set(texts)) == len(texts)
 
 
-def written(folder: Path, events: Sequence[RecordedEvent]) -> list[str]:
+def written(folder: Path, events: Sequence[Mapping[str, Any]]) -> list[str]:
     """The state folder with these events; the flags that name it."""
     state = folder / "state" / "gpt"
     for made in (state.parent, state):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
@@ -30,6 +31,19 @@ def test_first_end_takes_the_first_named_of_several_and_ends_the_others() -> Non
     found = asyncio.run(first_end(finds("slow", 60), finds("first"), finds("second")))
     assert found == Asked("first")
     assert stopped == ["slow"], "what has found nothing is cancelled before the end is known"
+
+
+def test_first_end_cancels_again_what_has_lost_a_cancel() -> None:
+    """As wait_for does before Python 3.12, where the answer that it waits for is an error."""
+
+    async def loses_one() -> End:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        await asyncio.sleep(60)
+        return Asked("nothing")
+
+    work = asyncio.wait_for(first_end(loses_one(), finds("first")), 10)
+    assert asyncio.run(work) == Asked("first")
 
 
 def test_first_end_raises_the_error_of_a_detector() -> None:

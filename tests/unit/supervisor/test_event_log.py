@@ -16,21 +16,21 @@ from hypothesis import strategies as st
 from megatron_ft.cli.report.page import page
 from megatron_ft.core.identity import SHRINK
 from megatron_ft.supervisor.event_log import EventLog, line_of, read_events
-from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.events import CommittedEvent, JobEvent
 from megatron_ft.supervisor.ledger import ledger
 from megatron_ft.supervisor.recovery_cost import DRAIN, GROW, HOST, QUEUE, SPARE, START
 from megatron_ft.supervisor.recovery_policy import MeasuredTimes
 
 
 def texts(path: Path) -> list[str]:
-    return [event["text"] for event in read_events(path).events]
+    return [event.text for event in read_events(path).events]
 
 
 def test_events_come_back_with_their_fields(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     EventLog(path, "a").record(JobEvent("committed", "first", {"iteration": 4}, 12.5))
     (event,) = read_events(path).events
-    assert (event["kind"], event["iteration"], event["at"]) == ("committed", 4, 12.5)
+    assert (event.kind, event.at, event.facts) == ("committed", 12.5, CommittedEvent(iteration=4))
     assert path.stat().st_mode & 0o777 == 0o600
 
 

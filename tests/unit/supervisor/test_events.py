@@ -12,28 +12,32 @@ import pytest
 
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.supervisor import notify
-from megatron_ft.supervisor.events import KINDS, Observers
+from megatron_ft.supervisor.events import FACTS, KINDS, Observers
 from megatron_ft.supervisor.notify import DEFAULT_KINDS, Notifier, kinds_of
 from tests.support.jobs import ROOT
 
 EMITTERS = ("emit", "_emit")
 MADE_OF_VARIABLES = {
-    *("supervising", "caught_up", "incarnation_ended", "autopsy", "stopped", "paused", "resumed"),
+    *("supervising", "stopped", "paused", "resumed"),
     *("evacuating", "evacuated", "not_evacuated", "undone", "grown"),
 }
+STRUCTS = {facts.__name__: kind for kind, facts in FACTS.items()}
 
 
 def emitted() -> Iterator[str]:
-    """Kinds that stand in the code as they are: the first argument of a call that emits."""
+    """Kinds that stand in the code as they are, or that are made of their facts."""
     for path in [*(ROOT / "megatron_ft").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call) or not node.args:
+            if not isinstance(node, ast.Call):
                 continue
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in STRUCTS:
+                yield STRUCTS[name]
             kinds = node.args[3:4] if name == "_try" else node.args[:1]
             if name in (*EMITTERS, "_try"):
                 for kind in kinds:
                     if isinstance(kind, ast.Constant) and isinstance(kind.value, str):
+                        assert kind.value not in FACTS, f"{path}: {kind.value} needs its facts"
                         yield kind.value
 
 

@@ -9,20 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ft.supervisor.event_log import LoggedEvent, event_of
 from megatron_ft.supervisor.ledger import CATEGORIES, Ledger, ledger, timeline
 
-Event = dict[str, Any]
+Event = LoggedEvent
 
 
 def event(at: float, kind: str, incarnation: int = 1, **fields: Any) -> Event:
-    return {
-        "time": 5000 + at,
-        "at": at,
-        "kind": kind,
-        "text": kind,
-        "incarnation": incarnation,
-        **fields,
-    }
+    line = {"time": 5000 + at, "at": at, "job": "j", "kind": kind, "text": kind}
+    return event_of({**line, "incarnation": incarnation, **fields})
 
 
 def begun(at: float = 0.0) -> list[Event]:
@@ -119,9 +114,9 @@ def test_waits_holds_and_times_without_a_supervisor() -> None:
         event(57, "restoring", iteration=1),
         event(58, "trainers_started"),
         event(59, "training", iteration=20),
-        {**event(1.0, "supervising"), "time": 5100.0},
-        {**event(3.0, "trainers_started"), "time": 5102.0},
-        {**event(9.0, "finished"), "time": 5108.0},
+        event(1.0, "supervising")._replace(time=5100.0),
+        event(3.0, "trainers_started")._replace(time=5102.0),
+        event(9.0, "finished")._replace(time=5108.0),
     ]
     found = ledger(story)
     assert found.seconds()["idle"] == 3 and found.seconds()["hold"] == 31
@@ -130,7 +125,7 @@ def test_waits_holds_and_times_without_a_supervisor() -> None:
 
 
 def test_a_wall_clock_that_is_set_back_makes_no_time_negative() -> None:
-    later = [{**one, "time": one["time"] - 4000} for one in begun(500.0)]
+    later = [one._replace(time=one.time - 4000) for one in begun(500.0)]
     times = [at for at, _ in timeline([*begun(), *later])]
     assert times == [0, 1, 4, 4, 5, 8]
 
@@ -171,8 +166,7 @@ def test_categories_add_up_to_the_wall_time(told: list[tuple[str, float, bool]])
     for kind, seconds, moved in told:
         now += seconds
         made = event(4 + now, kind, **KINDS[kind])
-        made["time"] += 50 * moved
-        events.append(made)
+        events.append(made._replace(time=made.time + 50 * moved))
     found = ledger(events)
     *_, last = timeline(events)
     assert found.wall == pytest.approx(last[0])
@@ -211,7 +205,7 @@ def test_closed_incidents_never_change(told: list[tuple[str, bool]], cut: int) -
         own |= {"source": f"s{number}"} if kind == "restoring" else {}
         events.append(event(5.0 + number, kind, **{**given, **own}))
     part = events[: 3 + cut]
-    while part and part[-1]["kind"] != "incarnation_ended":
+    while part and part[-1].kind != "incarnation_ended":
         part.pop()
     closed = [one for one in ledger(part).incidents if one.down]
     assert ledger(events).incidents[: len(closed)] == closed

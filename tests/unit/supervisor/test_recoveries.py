@@ -49,7 +49,7 @@ def test_a_recovery_is_told_once_when_all_have_ended_an_iteration() -> None:
     assert clock.poll(ranks) is None
     assert found.cause == "rank 1 was killed"
     assert found.describe().endswith("; restart of ranks: 1 warm; 0 cold")
-    assert found.fields()["starts"] == {"warm": [1], "cold": [0]}
+    assert found.starts == {"warm": [1], "cold": [0]}
 
 
 def test_the_first_iteration_counts_not_when_it_is_heard_of(
