@@ -138,7 +138,10 @@ def _named(directory: Path, asking: uuid.UUID | None = None) -> tuple[list[Drain
             f"{', '.join(jobs.values())}"
         )
     if not found and not problems:
-        raise ConfigError(f"{directory} holds no whole checkpoint, no folder like iter_0000020-1.7")
+        raise ConfigError(
+            f"{directory} holds no whole checkpoint: give a folder like iter_0000020-1.7, or the "
+            "folder that it is in"
+        )
     return found, problems
 
 

@@ -75,7 +75,10 @@ def main(arguments: argparse.Namespace) -> int:
         if not folders and not arguments.dry_run and end_smps(gone, arguments.state_dir):
             return 0
         if not folders:
-            raise ConfigError(f"no job {arguments.job!r} under {root}; see `--all --dry-run`")
+            raise ConfigError(
+                f"no job {arguments.job!r} under {root}; `megatron-ft clean --all --dry-run` lists "
+                "all jobs there"
+            )
     # SMPs take their arenas with them.
     sizes = {folder: folder.allocated_bytes() for folder in folders}
     if arguments.job is not None and not arguments.dry_run:

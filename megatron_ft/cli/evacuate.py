@@ -70,7 +70,7 @@ def main(arguments: argparse.Namespace) -> int:
             return EXIT_REFUSED if found["state"] == "refused" else 0
         time.sleep(LOOK_SECONDS)
     raise ControlPlaneError(
-        f"no end of the move within {arguments.wait_seconds:g} s; `megatron-ft status` shows it"
+        f"the move has not ended in {arguments.wait_seconds:g} s; `megatron-ft status` shows it"
     )
 
 

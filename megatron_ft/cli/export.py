@@ -50,7 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     for module in arguments.modules:
-        _import(module)
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(
+                f"--import {module} cannot be imported: {error}; is it on PYTHONPATH?"
+            ) from error
     with open_newest(common.open_source(arguments), arguments.iteration) as shards:
         iteration, count = shards.info.iteration, len(shards)
         folder, advice = export(shards, arguments.to.absolute(), arguments.format)
@@ -58,12 +63,3 @@ def main(arguments: argparse.Namespace) -> int:
     print(f"iteration {iteration}: {count} shards in {seconds:.1f} s: {folder}")
     print(f"continue with: {advice}")
     return 0
-
-
-def _import(module: str) -> None:
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"--import {module} cannot be imported: {error}; is it on PYTHONPATH?"
-        ) from error

@@ -10,6 +10,7 @@ How far back memory reaches depends on --slots; `megatron-ft status` shows its s
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_ft.checkpoint.live import node_folders
@@ -52,7 +53,9 @@ def main(arguments: argparse.Namespace) -> int:
     view = collect(root, arguments.job).get(arguments.job)
     if view is None or not view["supervised"]:
         folder = state_folder(arguments.job, arguments.state_dir)
-        raise ConfigError(f"there are no notes of a job {arguments.job!r} in {folder}")
+        raise ConfigError(
+            f"{folder} has no notes of job {arguments.job!r}: give its name, and its --state-dir"
+        )
     for path in sockets(root, arguments.job):
         answer = ask(path, m.Rewind(before))
         if isinstance(answer, m.Refused):
@@ -63,7 +66,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _require_older(root: Path, arguments: argparse.Namespace) -> None:
     """Refuse, so that nothing changes, what memory cannot serve; ConfigError."""
-    before, held = arguments.before_iteration, _in_memory(root, arguments)
+    before, held = arguments.before_iteration, list[int]()
+    if node_folders(root / arguments.job):
+        with suppress(SnapshotUnavailableError):
+            held = [s.iteration for s in common.open_memory(arguments).snapshots()]
     if any(iteration < before for iteration in held):
         return
     record = read_record(state_folder(arguments.job, arguments.state_dir), arguments.job)
@@ -76,13 +82,3 @@ def _require_older(root: Path, arguments: argparse.Namespace) -> None:
         "iteration, or --from-disk if a checkpoint on disk shall serve (`megatron-ft verify` lists "
         "them)"
     )
-
-
-def _in_memory(root: Path, arguments: argparse.Namespace) -> list[int]:
-    """Iterations of the snapshots that are whole in memory, newest first."""
-    if not node_folders(root / arguments.job):
-        return []
-    try:
-        return [s.iteration for s in common.open_memory(arguments).snapshots()]
-    except SnapshotUnavailableError:
-        return []

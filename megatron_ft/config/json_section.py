@@ -78,9 +78,17 @@ def read_command(command: Sequence[str]) -> Section | None:
     Looked at are ``--deepspeed_config FILE`` and ``--deepspeed FILE``.  A file that is not
     there is left to the training program.  ConfigError if one cannot be read as JSON.
     """
-    for path in _config_paths(command):
-        if path.is_file():
-            return read_section(_parsed(path), str(path))
+    for word, after in itertools.pairwise([*command, ""]):
+        flag, _, value = word.partition("=")
+        path = Path(value or after)
+        if flag not in _FLAGS or path.suffix != ".json" or not path.is_file():
+            continue
+        try:
+            # As DeepSpeed reads it, whatever the locale.
+            parsed = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+        return read_section(parsed if isinstance(parsed, Mapping) else {}, str(path))
     return None
 
 
@@ -137,21 +145,3 @@ def _refusal(setting: Setting, value: Any, label: str) -> list[str]:
 def _shown(value: Any) -> str:
     """A value as JSON text; a configuration made in Python may hold other objects."""
     return json.dumps(value, default=repr)
-
-
-def _config_paths(command: Sequence[str]) -> list[Path]:
-    named = []
-    for word, after in itertools.pairwise([*command, ""]):
-        flag, _, value = word.partition("=")
-        if flag in _FLAGS:
-            named.append(Path(value or after))
-    return [path for path in named if path.suffix == ".json"]
-
-
-def _parsed(path: Path) -> Mapping[str, Any]:
-    try:
-        # As DeepSpeed reads it, whatever the locale.
-        parsed = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    return parsed if isinstance(parsed, Mapping) else {}

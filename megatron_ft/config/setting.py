@@ -55,7 +55,7 @@ def _folder(value: Any) -> Path:
     try:
         folder = Path(value).expanduser().absolute()
     except RuntimeError as error:
-        raise ConfigError(f"there is no user whose home that could be ({error})") from error
+        raise ConfigError(f"its ~ names no user of this machine ({error})") from error
     try:
         travels = b"\0" not in str(folder).encode()
     except UnicodeEncodeError:

@@ -232,8 +232,8 @@ class SnapshotConfig:
     )
     keep_minutes: float = number(
         10.0,
-        "Without a drain folder, memory is kept for this long after an end of training of which "
-        "nobody knows if it was the planned one. 0: not at all.",
+        "Without a drain folder, memory is kept for this long after an end of training that "
+        "may not have been planned. 0: not at all.",
         "minutes",
     )
     register_timeout_seconds: float = seconds(

@@ -175,7 +175,11 @@ def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
             os.fsync(file.fileno())
     temporary.rename(path)
     if durable:
-        _sync_folder(path.parent)
+        folder = open_folder(path.parent)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def rewrite_file(path: Path, content: bytes) -> None:
@@ -212,14 +216,6 @@ def _reserve(path: Path, length: int) -> None:
         descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         os.posix_fallocate(descriptor, 0, length)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = open_folder(folder)
-    try:
-        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
-from megatron_ft.core.identity import SealedRecord, SnapshotId
+from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Peer
 from megatron_ft.smp.state_machine import NodeMachine
@@ -49,8 +49,14 @@ class EventBatch:
         self.waiting.append(body)
         if isinstance(body, m.CaptureCost | m.Encoded):
             return []  # Sealed and OrderDone come after them
-        if isinstance(body, m.Sealed) and self._waits(body.record, shards):
-            return []
+        if isinstance(body, m.Sealed):
+            record = body.record
+            if self.snapshot is None or record.snapshot > self.snapshot:
+                self.snapshot, self.sealed = record.snapshot, set()
+            if record.snapshot == self.snapshot:  # older ones do not wait for other ranks
+                self.sealed.add(record.shard_id)
+                if not self.sealed >= set(shards):
+                    return []
         return self.flush()
 
     def on_heartbeat(self) -> list[Any]:
@@ -61,15 +67,6 @@ class EventBatch:
     def flush(self) -> list[Any]:
         taken, self.waiting, self._beats = self.waiting, [], 0
         return taken
-
-    def _waits(self, record: SealedRecord, shards: Collection[str]) -> bool:
-        """True if other ranks have not sealed yet; older snapshots do not wait."""
-        if self.snapshot is None or record.snapshot > self.snapshot:
-            self.snapshot, self.sealed = record.snapshot, set()
-        if record.snapshot != self.snapshot:
-            return False
-        self.sealed.add(record.shard_id)
-        return not self.sealed >= set(shards)
 
 
 class Outbox:

@@ -127,8 +127,11 @@ class NodeHeartbeats:
         known = self._counters.get(pid)
         # A process that ends is in the root's, or in none.
         counter = oom_counter(pid) if stat is not None and stat.has_program else None
-        if counter is not None and (known is None or known[0] != counter) and _runs(pid):
-            known = self._counters[pid] = counter, oom_kills(counter)
+        if counter is not None and (known is None or known[0] != counter):
+            # If it ends meanwhile, what was read may not have been its own.
+            again = procfs.read_stat(pid)
+            if again is not None and again.has_program:
+                known = self._counters[pid] = counter, oom_kills(counter)
         count = oom_kills(known[0]) if known is not None else None
         return -1 if known is None or count is None or known[1] is None else count - known[1]
 
@@ -157,9 +160,3 @@ class NodeHeartbeats:
             return os.pread(descriptor, MOST_STACK_BYTES, 0).decode(errors="replace")
         finally:
             os.close(descriptor)
-
-
-def _runs(pid: int) -> bool:
-    """True if the process does not end: what was read of it just now was its own."""
-    stat = procfs.read_stat(pid)
-    return stat is not None and stat.has_program

@@ -107,7 +107,13 @@ class LocalServer:
     async def _hello(self, identity: bytes, message: m.Hello) -> None:
         service = self._service
         self._check_incarnation("trainer", message.incarnation)
-        _check_namespace(message)
+        if message.pid_namespace not in (0, pid_namespace()):
+            # The next fence would kill a wrong process.
+            raise ControlPlaneError(
+                f"the trainer of {message.shard_id} has process numbers of its own (a PID "
+                "namespace), by which its SMP cannot watch it: start its container with the "
+                "host's (docker, podman: `--pid host`)"
+            )
         await self._admit_writer("trainer", message.shard_id, message.pid, identity)
         await service.events.emit(message)
         service.later(self._welcome_once_known(identity, message))
@@ -124,9 +130,9 @@ class LocalServer:
             await asyncio.wait_for(service.restore_known.wait(), RESTORE_TIMEOUT_SECONDS)
         except asyncio.TimeoutError:
             raise ControlPlaneError(
-                f"the coordinator has not told node {service.machine.node} in "
+                f"the SMP of node {service.machine.node} was restarted and has not learned in "
                 f"{RESTORE_TIMEOUT_SECONDS:.0f} s what incarnation {message.incarnation} restores: "
-                "its SMP was restarted, and this start must end"
+                "this start ends, and the next one follows"
             ) from None
         self._check_incarnation("trainer", message.incarnation)
         assert service.restore is not None, "known for this incarnation"
@@ -184,28 +190,23 @@ class LocalServer:
         await service.send_local((identity,), answer)
 
     async def _encoder_hello(self, identity: bytes, message: m.EncoderHello) -> m.Message:
+        service = self._service
+        node = service.machine.node
         try:
-            return await self._admit_encoder(identity, message)
+            self._check_incarnation("encoder", message.incarnation)
+            started = _start_time(message.pid)
+            for writer in service.writers.all():
+                if writer.role == "encoder" and started < writer.start_time:
+                    raise StaleIncarnationError(
+                        f"encoder of world {message.world} on node {node}, where world "
+                        f"{writer.who} is: it was started for an earlier one"
+                    )
+            await self._admit_writer("encoder", message.world, message.pid, identity)
+            await service.events.emit(message)
+            return m.EncoderWelcome(str(service.job), node)
         except (MegatronFTError, OSError) as error:
-            await self._service.events.emit(m.EncoderRefused(message.world, str(error)))
+            await service.events.emit(m.EncoderRefused(message.world, str(error)))
             raise
-
-    async def _admit_encoder(self, identity: bytes, message: m.EncoderHello) -> m.Message:
-        self._check_incarnation("encoder", message.incarnation)
-        self._check_world(message)
-        await self._admit_writer("encoder", message.world, message.pid, identity)
-        await self._service.events.emit(message)
-        return m.EncoderWelcome(str(self._service.job), self._service.machine.node)
-
-    def _check_world(self, message: m.EncoderHello) -> None:
-        """Turn away an encoder that was started before the world that is here, and comes late."""
-        started = _start_time(message.pid)
-        for writer in self._service.writers.all():
-            if writer.role == "encoder" and started < writer.start_time:
-                raise StaleIncarnationError(
-                    f"encoder of world {message.world} on node {self._service.machine.node}, where "
-                    f"world {writer.who} is: it was started for an earlier one"
-                )
 
     async def _admit_writer(self, role: str, who: str, pid: int, identity: bytes) -> None:
         """Register a writer after every other one that could touch the same slots is dead."""
@@ -306,13 +307,3 @@ def _start_time(pid: int) -> int:
         return start_time_of(pid)
     except ProcessLookupError as error:
         raise ControlPlaneError(f"process {pid} is gone") from error
-
-
-def _check_namespace(message: m.Hello) -> None:
-    """Refuse a trainer of another PID namespace: the next fence would kill a wrong process."""
-    if message.pid_namespace not in (0, pid_namespace()):
-        raise ControlPlaneError(
-            f"the trainer of {message.shard_id} has process numbers of its own (a PID namespace), "
-            "by which its SMP cannot watch it: start its container with the host's "
-            "(docker, podman: `--pid host`)"
-        )

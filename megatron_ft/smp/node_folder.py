@@ -76,7 +76,10 @@ def lock_folder(directory: Path, job: str, *, send_away: bool = True) -> BinaryI
             _send_away(directory, lock, job, deadline)
             lock.close()
         elif is_at(lock, directory):
-            _sign(lock, job)
+            signature = msgspec.json.encode(Owner(job, os.getpid(), start_time_of(os.getpid())))
+            # In place, so that a full tmpfs keeps nobody from taking the lock over.
+            lock.seek(0)
+            lock.write(signature.ljust(_SIGNATURE_BYTES, b"\n"))
             return lock
         else:
             # `megatron-ft clean` has removed the file between our open and our lock.
@@ -96,13 +99,6 @@ def is_at(lock: BinaryIO, directory: Path) -> bool:
     """True if the lock that is held is the file that others find in the folder."""
     path = directory / LOCK_NAME
     return path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())
-
-
-def _sign(lock: BinaryIO, job: str) -> None:
-    content = msgspec.json.encode(Owner(job, os.getpid(), start_time_of(os.getpid())))
-    # In place, so that a full tmpfs keeps nobody from taking the lock over.
-    lock.seek(0)
-    lock.write(content.ljust(_SIGNATURE_BYTES, b"\n"))
 
 
 def _send_away(directory: Path, lock: BinaryIO, job: str, deadline: float) -> None:
@@ -193,7 +189,7 @@ class NodeState(msgspec.Struct, frozen=True):
             return cls()
         except UNREADABLE as error:
             raise ControlPlaneError(
-                f"{path} is damaged ({error}), so nobody knows which incarnation was here"
+                f"{path} is damaged ({error}): the incarnation that was here is unknown"
             ) from error
 
     def save(self, directory: Path) -> None:

@@ -221,8 +221,8 @@ class Writers:
             return msgspec.json.decode(raw, type=list[WriterProcess])
         except (FileNotFoundError, *UNREADABLE) as error:
             raise ControlPlaneError(
-                f"{self._path} is damaged ({error}), so nobody knows who may write to the arenas "
-                "beside it"
+                f"{self._path} is damaged ({error}): the processes that may write to the arenas "
+                "next to it are unknown"
             ) from error
 
     def save(self) -> None:

@@ -121,7 +121,13 @@ class ArenaStore:
         """
         for shard_id, arena in list(self.arenas.items()):
             try:
-                self._examine(arena, self._headers[shard_id], machine.shards[shard_id].slots)
+                if not arena.in_place():
+                    raise ArenaForeignError(f"{arena.path} was removed, replaced or cut")
+                slots = machine.shards[shard_id].slots
+                mended = arena.mend_records(self._headers[shard_id], slots, stale=True)
+                if mended:
+                    log.warning("%s was damaged and is mended: %s", arena.path, ", ".join(mended))
+                Arena.open(arena.path, job=self.job).close()
             except (ArenaError, OSError) as error:
                 self._lost(arena.path.name, str(error))
                 self._forget(shard_id, machine).close_beside()
@@ -132,14 +138,6 @@ class ArenaStore:
             if not arena.in_place():
                 return f"{arena.path} was removed, replaced or cut"
         return ""
-
-    def _examine(self, arena: Arena, header: ArenaHeader, slots: Sequence[SlotHeader]) -> None:
-        if not arena.in_place():
-            raise ArenaForeignError(f"{arena.path} was removed, replaced or cut")
-        mended = arena.mend_records(header, slots, stale=True)
-        if mended:
-            log.warning("%s was damaged and is mended: %s", arena.path, ", ".join(mended))
-        Arena.open(arena.path, job=self.job).close()
 
     def _lost(self, name: str, reason: str) -> None:
         self.damaged[name] = f"{reason}; the shard counts as lost"

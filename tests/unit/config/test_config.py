@@ -106,7 +106,7 @@ def test_a_folder_is_the_same_wherever_it_is_read(
         ("drain_dir", "/d", "drain_dir is /d, but drain_interval is 0: nothing is written"),
         ("drain_dir", "/data/\udcff", "drain_dir is /data/\udcff: a folder's name must be UTF-8"),
         ("drain_dir", "/data/\0", "a folder's name must be UTF-8, without NUL"),
-        ("drain_dir", "~nobody-of-this-name/x", "there is no user whose home that could be"),
+        ("drain_dir", "~nobody-of-this-name/x", "its ~ names no user of this machine"),
         ("snapshot_intervall", 5, "did you mean snapshot_interval?"),
     ],
 )
