@@ -9,11 +9,10 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar
 
-from megatron_ft.arena.format import BLOCK_BYTES
 from megatron_ft.config import SETTINGS, SnapshotConfig
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE
@@ -29,10 +28,10 @@ from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.outcome import Outcome
-from megatron_ft.supervisor.spec import JobSpec, Shapes
+from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import Stop, Supervisor
 from tests.programs import placed_trainer, warm_trainer
-from tests.programs.gated_training import GATE
+from tests.programs.faulty_example import GATE
 from tests.support.networked_cluster import HOST, NetworkedCluster
 from tests.support.node_network import NodeNetwork
 from tests.support.warm_host import WarmHost, is_client, python_words, warm
@@ -42,10 +41,8 @@ EXAMPLE = ROOT / "examples" / "plain_pytorch.py"
 FSDP2_EXAMPLE = ROOT / "examples" / "fsdp2.py"
 DEEPSPEED_EXAMPLE = ROOT / "examples" / "deepspeed_gpt.py"
 TORCHRUN = "torch.distributed.run"
-POISONED = ROOT / "tests" / "programs" / "poisoned_training.py"
-HANGING = ROOT / "tests" / "programs" / "hanging_training.py"
-GATED = ROOT / "tests" / "programs" / "gated_training.py"
-DECLINING = ROOT / "tests" / "programs" / "declining_training.py"
+FAULTY = ROOT / "tests" / "programs" / "faulty_example.py"
+"""The example with the faults that its environment asks for."""
 OURS = ("megatron_ft.smp", "megatron_ft.erasure.", "megatron_ft.checkpoint.")
 """Modules of the processes that a job has beside its trainers."""
 IDLE = ("sleep", "infinity")
@@ -136,79 +133,48 @@ class WarmCluster(NetworkedCluster):
         return warm(self.warm.path, [placed_trainer.__file__, network, str(self.gate), *argv])
 
 
-@dataclass
 class Job:
-    """One job in ``folder``; ``run`` may be called again, as a user would."""
+    """One job in ``folder``; ``run`` may be called again, as a user would.
 
-    folder: Path
-    nodes: int
-    spares: int = 0
-    protect: str = "xor:2"
-    ranks_per_node: int = 1
-    trainer_per_node: bool = False
-    own_hosts: bool = False
-    """Whether each node has a trainer host of its own, as in a user's job."""
-    iterations: int = 40
-    width: int = 64
-    iteration_seconds: float = 0.05
-    from_scratch: bool = False
-    free_on_exit: bool = False
-    keep_minutes: float = SnapshotConfig().keep_minutes
-    checkpoint_dir: Path | None = None
-    slots: int | str = 2
-    block_bytes: int = BLOCK_BYTES
-    drain_dir: Path | None = None
-    drain_interval: int = 0
-    drain_minutes: float = 0.0
-    drain_export_dir: Path | None = None
-    drain_keep: int = 2
-    drain_stop_seconds: float = 25.0
-    drain_bandwidth_mib: float = 0.0
-    time_limit_seconds: float = 0.0
-    restore_from: Path | None = None
-    scrub_percent: float = 1.0
-    expected_mtbf_hours: float = 3.0
-    p99_budget_percent: float = 0.0
-    transport: str = "auto"
-    domains: Mapping[str, str] = field(default_factory=dict)
-    shapes: Shapes = field(default_factory=dict)
-    hang_seconds: float = 600.0
-    quarantine_iterations: int = SnapshotConfig().quarantine_iterations
-    compare_replicas: int = 1
-    register_timeout_seconds: float = 600.0
-    on_no_spare: str = "stop"
-    restart: str = SnapshotConfig().restart
-    host_seconds: float = 0.0
-    queue_seconds: float = 0.0
-    hold_seconds: float = 60.0
-    """Longest wait for lost nodes to come back, where the job chooses to wait."""
-    health_command: str = ""
-    health_seconds: float = 30.0
-    root: Path | None = None
-    name: str = ""
-    networked: bool = False
-    """Whether every node has a network of its own, to be cut."""
-    place: str = HOST
-    """Where the supervisor is in it."""
-    command: tuple[str, ...] = ()
+    ``given`` are attributes of this class; all else, kept in ``more``, are settings of
+    SnapshotConfig and fields of JobSpec.
+    """
+
+    iterations = 40
+    width = 64
+    iteration_seconds = 0.05
     script: Path = EXAMPLE
-    environment: Mapping[str, str] = field(default_factory=dict)
-    timing: Timing = Timing(lease=3.0, node_timeout=8.0)
-    budget: RestartBudget = RestartBudget(first_delay_seconds=0.1)
-    events: list[JobEvent] = field(default_factory=list)
-    at_event: dict[str, Fault] = field(default_factory=dict)
-    """Faults that strike at the first event of a kind, before anything follows from it."""
+    command: tuple[str, ...] = ()
+    environment: Mapping[str, str] = MappingProxyType({})
+    timing = Timing(lease=3.0, node_timeout=8.0)
+    own_hosts = False
+    """Whether each node has a trainer host of its own, as in a user's job."""
+    hold_seconds = 60.0
+    """Longest wait for lost nodes to come back, where the job chooses to wait."""
+    root: Path | None = None
+    name = ""
+    networked = False
+    """Whether every node has a network of its own, to be cut."""
+    place = HOST
+    """Where the supervisor is in it."""
 
-    def __post_init__(self) -> None:
+    supervisor: Supervisor
+    stop: Stop
+    end: Outcome
+
+    def __init__(self, folder: Path, nodes: int, spares: int = 0, **given: Any) -> None:
+        self.folder, self.nodes, self.spares = folder, nodes, spares
+        self.at_event: dict[str, Fault] = given.pop("at_event", {})
+        """Faults that strike at the first event of a kind, before anything follows from it."""
+        for name in [name for name in given if hasattr(Job, name)]:
+            setattr(self, name, given.pop(name))
+        self.more: dict[str, Any] = {"protect": "xor:2", "slots": 2, "compare_replicas": 1, **given}
+        self.events: list[JobEvent] = []
         self.name = self.name or f"test-{uuid.uuid4().hex[:8]}"
-        names = [f"n{i}" for i in range(self.nodes + self.spares)]
+        names = [f"n{i}" for i in range(nodes + spares)]
         self.network = NodeNetwork(self.name, names).open() if self.networked else None
-        given = (self.name, names, self.root, self.network, self.place)
-        gate = self.folder / "begin"
-        self.cluster = WarmCluster(*given, gate=gate, own_hosts=self.own_hosts)
-        self.supervisor: Supervisor
-        self.stop: Stop
-        self.end: Outcome
+        place = (self.name, names, self.root, self.network, self.place)
+        self.cluster = WarmCluster(*place, gate=folder / "begin", own_hosts=self.own_hosts)
         self.gate: Path | None = None
         self.failed_fault: Exception | None = None
 
@@ -224,37 +190,26 @@ class Job:
             "--iteration-seconds": self.iteration_seconds,
         }
         words = [str(word) for pair in flags.items() for word in pair]
-        script = self.script if self.gate is None else GATED
+        script = self.script if self.gate is None else FAULTY
         return self.command or (sys.executable, str(script), *words)
 
     def spec(self) -> JobSpec:
+        settings = {name: value for name, value in self.more.items() if name in SETTINGS}
         return JobSpec(
             name=self.name,
             command=self.training_command(),
             nodes=self.nodes,
             spares=self.spares,
-            ranks_per_node=self.ranks_per_node,
-            trainer_per_node=self.trainer_per_node,
             warm_start=self.own_hosts or WarmCluster.warm is not None,
-            settings=self.settings(),
-            block_bytes=self.block_bytes,
-            from_scratch=self.from_scratch,
-            free_on_exit=self.free_on_exit,
+            settings=SnapshotConfig(**settings),
             log_dir=self.folder / "logs",
             environment={**self.environment, **self._gate_variable()},
             own_timing=self.timing,
-            budget=self.budget,
-            restore_from=self.restore_from,
-            domains=self.domains,
-            shapes=self.shapes,
-            health_command=self.health_command,
-            health_seconds=self.health_seconds,
+            **{
+                "budget": RestartBudget(first_delay_seconds=0.1),
+                **{name: value for name, value in self.more.items() if name not in SETTINGS},
+            },
         )
-
-    def settings(self) -> SnapshotConfig:
-        """Every setting from the field of the same name, where there is one."""
-        given = {name: getattr(self, name) for name in SETTINGS if hasattr(self, name)}
-        return SnapshotConfig(**given)
 
     def run(self, *faults: tuple[int, Fault]) -> None:
         """Run to the end.  Each fault strikes once its iteration was reached and committed.
@@ -267,7 +222,7 @@ class Job:
 
     def _closed_gate(self) -> Path | None:
         examples = self.script == EXAMPLE and not self.command
-        if WarmCluster.warm is None or not (examples or str(GATED) in self.command):
+        if WarmCluster.warm is None or not (examples or str(FAULTY) in self.command):
             return None
         gate = self.folder / "gate"
         gate.unlink(missing_ok=True)
@@ -280,7 +235,7 @@ class Job:
         self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
         with JobState(self.folder / "state" / self.name, self.name) as state:
             hosts = ReturningHosts(self.cluster, self.hold_seconds)
-            waits = self.on_no_spare == CHEAPEST
+            waits = self.more.get("on_no_spare") == CHEAPEST
             self.supervisor = Supervisor(self.spec(), self.cluster, state, hosts if waits else None)
             self.supervisor.observers.subscribe(self._notice)
             EventLog(self.folder / EVENTS, self.name).follow(self.supervisor.coordinator)

@@ -58,7 +58,7 @@ def test_a_trainer_killed_during_a_slow_drain_loses_no_more_than_at_other_times(
     assert (restored >= newest > drained, source) == (True, "own memory"), job.story()
     assert not {"held", "drain_cost"} & set(job.kinds()), job.story()
 
-    job.drain_dir, job.drain_interval, job.drain_bandwidth_mib = None, 0, 0.0
+    job.more |= {"drain_dir": None, "drain_interval": 0, "drain_bandwidth_mib": 0.0}
     job.run()
     assert job.restores()[-1][0] >= restored, "arenas of three slots serve a job without drains"
     assert not of_kind(job, "refused") and not difference(job.result(), two), job.story()

@@ -15,9 +15,9 @@ import pytest
 
 from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.core.process_tools import free_port
-from tests.programs.gated_training import GATE
+from tests.programs.faulty_example import GATE
 from tests.support.agent_jobs import AgentJob
-from tests.support.jobs import GATED, TORCHRUN, Result, difference
+from tests.support.jobs import FAULTY, TORCHRUN, Result, difference
 from tests.support.networked_cluster import HOST
 from tests.support.networks import needs_network
 from tests.support.node_network import NodeNetwork
@@ -45,7 +45,7 @@ def test_mpirun_starts_the_same_command_once_per_node(
     job: AgentJob, two: Result, tmp_path: Path
 ) -> None:
     """A trainer is killed on the way; all that mpirun started ends with the job's code."""
-    gate, job.script[0] = tmp_path / "gate", str(GATED)
+    gate, job.script[0] = tmp_path / "gate", str(FAULTY)
     name = "n${OMPI_COMM_WORLD_RANK:-$PMI_RANK}"
     command = " ".join(job.warm_command("--launcher", "nodes", "--node-name", name))
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

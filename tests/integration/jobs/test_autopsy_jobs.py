@@ -19,8 +19,9 @@ from megatron_ft.supervisor.autopsy import LOADER, OTHER_CALL
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.evidence import Kept, read_kept
 from megatron_ft.supervisor.orders import Timing
+from tests.programs.faulty_example import HANGS
 from tests.support.disk_jobs import of_kind
-from tests.support.jobs import HANGING, ROOT, Job
+from tests.support.jobs import FAULTY, ROOT, Job
 from tests.support.networks import needs_network
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
@@ -32,9 +33,9 @@ QUICK = {"hang_seconds": 3.0, "register_timeout_seconds": 60.0}
 def new(made: list[Job], tmp_path: Path) -> Callable[..., Job]:
     def make(*ends: str, **settings: object) -> Job:
         standard: dict[str, object] = {"nodes": 3, "protect": "xor:3", "iterations": 50, **QUICK}
-        environment = {"MEGATRON_FT_TEST_HANGS": " ".join(ends)}
+        environment = {HANGS: " ".join(ends)}
         if ends:
-            standard |= {"script": HANGING, "environment": environment}
+            standard |= {"script": FAULTY, "environment": environment}
         job = Job(tmp_path, **{**standard, **settings})  # type: ignore[arg-type]
         made.append(job)
         return job

@@ -39,7 +39,7 @@ def test_what_memory_was_not_made_for_is_refused_and_the_old_flags_still_work(
     assert job.kinds().count("trainers_started") == starts, job.story()
     refused(ConfigError, "does not say with how many ranks", nodes=1, protect="none")
     refused(ConfigError, "does not say with how many ranks", ranks_per_node=2)
-    job.drain_dir, job.drain_interval = tmp_path / "disk", 10**6
+    job.more |= {"drain_dir": tmp_path / "disk", "drain_interval": 10**6}
     job.run()
     (cost,) = (event.text for event in job.events if event.kind == "drain_cost")
     assert "the job's arenas were made with two" in cost, job.story()

@@ -11,7 +11,8 @@ import pytest
 from megatron_ft.core.errors import RestartBudgetError
 from megatron_ft.supervisor.autopsy import LOCKED, SUSPENDED
 from megatron_ft.supervisor.heartbeats import PARTS
-from tests.support.jobs import HANGING, Job, Result, Uninterrupted, difference
+from tests.programs.faulty_example import HANGS
+from tests.support.jobs import FAULTY, Job, Result, Uninterrupted, difference
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
@@ -29,7 +30,7 @@ def new(made: list[Job], tmp_path: Path) -> Callable[..., Job]:
     def make(*hangs: str, **settings: object) -> Job:
         standard: dict[str, object] = {"nodes": 3, "protect": "xor:3", **QUICK}
         standard["iterations"] = ITERATIONS
-        standard |= {"script": HANGING, "environment": {"MEGATRON_FT_TEST_HANGS": " ".join(hangs)}}
+        standard |= {"script": FAULTY, "environment": {HANGS: " ".join(hangs)}}
         job = Job(tmp_path, **{**standard, **settings})  # type: ignore[arg-type]
         made.append(job)
         return job

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs.faulty_example import HANGS
 from tests.support.fates import in_incarnation
-from tests.support.jobs import HANGING, Job, Result, difference
+from tests.support.jobs import FAULTY, Job, Result, difference
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
@@ -44,8 +45,8 @@ def test_survivors_keep_their_process(made: list[Job], tmp_path: Path, two: Resu
 def test_a_survivor_that_is_stuck_and_a_rank_with_an_error_of_its_own(
     made: list[Job], tmp_path: Path, two: Result
 ) -> None:
-    hangs = {"MEGATRON_FT_TEST_HANGS": "1:c:12:0 2:error:24:1"}
-    job = Job(tmp_path, nodes=2, script=HANGING, environment=hangs)
+    hangs = {HANGS: "1:c:12:0 2:error:24:1"}
+    job = Job(tmp_path, nodes=2, script=FAULTY, environment=hangs)
     made.append(job)
     pids: list[list[int]] = []
 
@@ -73,8 +74,8 @@ def test_a_survivor_that_cannot_be_as_a_new_process_gives_way_to_one(
     made: list[Job], tmp_path: Path, two: Result
 ) -> None:
     """It has entered a mode of torch for good; the console says which setting differs."""
-    environment = {"MEGATRON_FT_TEST_HANGS": "1:mode:6:0"}
-    job = Job(tmp_path, nodes=2, script=HANGING, environment=environment)
+    environment = {HANGS: "1:mode:6:0"}
+    job = Job(tmp_path, nodes=2, script=FAULTY, environment=environment)
     made.append(job)
     pids: list[list[int]] = []
 

@@ -130,7 +130,7 @@ def test_more_losses_than_parity_stop_the_job_until_told_to_start_over(
     with pytest.raises(UnrecoverableError, match=r"lost 2 shards|no survivor|no arena") as caught:
         job.run((8, lose("n0", "n1")))
     assert "--from-scratch" in str(caught.value)
-    job.from_scratch = True
+    job.more["from_scratch"] = True
     job.run()
     assert not difference(job.result(), two), job.story()
     assert "from_scratch" in job.kinds()
@@ -262,7 +262,7 @@ def test_a_job_goes_on_with_the_digests_that_its_arenas_have(
     with pytest.raises(NoSpareError):
         job.run((10, lose("n1")))
     job.cluster.revive("n1")
-    job.block_bytes = BLOCK_BYTES
+    job.more["block_bytes"] = BLOCK_BYTES
     found = []
 
     def look(job: Job) -> None:

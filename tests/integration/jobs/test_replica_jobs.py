@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.supervisor.events import JobEvent
-from tests.programs.corrupted_training import BUFFER, FLIPS, MOMENT, WEIGHT
+from tests.programs.faulty_example import BUFFER, FLIPS, MOMENT, WEIGHT
 from tests.support.disk_jobs import of_kind
-from tests.support.jobs import ROOT, Job, Uninterrupted, difference
+from tests.support.jobs import FAULTY, Job, Uninterrupted, difference
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
-
-CORRUPTED = ROOT / "tests" / "programs" / "corrupted_training.py"
 
 
 def job_with_flips(folder: Path, *flips: tuple[int, int, str], **more: object) -> Job:
@@ -22,7 +20,7 @@ def job_with_flips(folder: Path, *flips: tuple[int, int, str], **more: object) -
     due.mkdir()
     for rank, iteration, what in flips:
         (due / f"{rank}-{iteration}-{what}").touch()
-    return Job(folder, script=CORRUPTED, environment={FLIPS: str(due)}, **more)  # type: ignore[arg-type]
+    return Job(folder, script=FAULTY, environment={FLIPS: str(due)}, **more)  # type: ignore[arg-type]
 
 
 def check_undone(job: Job, found: JobEvent, flipped_at: int, restored: int) -> None:

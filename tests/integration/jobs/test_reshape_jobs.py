@@ -244,7 +244,7 @@ def test_a_job_grows_when_its_node_is_back(made: list[Job], tmp_path: Path) -> N
     iterations, fewer = 1200, tmp_path / "fewer"
     fewer.mkdir()
     job = elastic_job(tmp_path, command_flags={"iterations": iterations, "multiple": 4})
-    job.shapes = {3: ("--folder", str(fewer), "--multiple", "1")}
+    job.more["shapes"] = {3: ("--folder", str(fewer), "--multiple", "1")}
     made.append(job)
     rules = []
 
@@ -273,11 +273,11 @@ def test_arguments_that_ranks_refuse_are_named_and_memory_is_kept(
     made: list[Job], tmp_path: Path
 ) -> None:
     job = elastic_job(tmp_path, command_flags={"multiple": 4})
-    job.shapes = {3: ("--elements", "many")}
+    job.more["shapes"] = {3: ("--elements", "many")}
     made.append(job)
     with pytest.raises(RestartBudgetError, match=r"with --elements many, which --shapes gives"):
         job.run((10, lose("n1")))
-    job.shapes = {3: ("--multiple", "1")}
+    job.more["shapes"] = {3: ("--multiple", "1")}
     job.run((30, finish))
     assert told(job, "reshaped") and not told(job, "from_scratch"), job.story()
     check(tmp_path, 3)

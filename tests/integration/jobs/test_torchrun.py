@@ -19,7 +19,7 @@ from megatron_ft.core.environment import TREE
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.launchers.process import LocalProcess
 from tests.support.fates import in_incarnation
-from tests.support.jobs import GATED, TORCHRUN, Job, Result, Uninterrupted, difference
+from tests.support.jobs import FAULTY, TORCHRUN, Job, Result, Uninterrupted, difference
 from tests.support.warm_host import WarmHost, is_client, warm
 
 MODULE = ["python3", "-u", "-m", "torch.distributed.run"]
@@ -120,7 +120,7 @@ def test_a_rank_torchrun_and_a_node_are_lost_and_nothing_changes(
     made: list[Job], tmp_path: Path, four: Result, warm_host: WarmHost
 ) -> None:
     place = {"nodes": 2, "spares": 1, "ranks_per_node": 2, "trainer_per_node": True}
-    job = Job(tmp_path, **place, script=GATED)
+    job = Job(tmp_path, **place, script=FAULTY)
     made.append(job)
     script = warm(warm_host.path, job.training_command()[1:])
     flags = ("--nproc-per-node", "2", "--no-python")

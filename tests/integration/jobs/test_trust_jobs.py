@@ -16,11 +16,10 @@ from megatron_ft.arena.format import SlotState
 from megatron_ft.cli import status
 from megatron_ft.cli.main import main
 from megatron_ft.supervisor.job_state import read_record
-from tests.programs.declining_training import REASON
+from tests.programs.faulty_example import DECLINES, POISON
 from tests.support.disk_jobs import pause, signal_trainers
 from tests.support.jobs import (
-    DECLINING,
-    POISONED,
+    FAULTY,
     ROOT,
     WAIT_SECONDS,
     Job,
@@ -28,6 +27,7 @@ from tests.support.jobs import (
     difference,
 )
 
+REASON = "nothing says that the script follows"
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
 ITERATIONS = 110
@@ -184,9 +184,9 @@ def test_a_snapshot_from_which_training_fails_twice_is_not_used_again(
         nodes=2,
         protect="xor:2",
         slots=3,
-        script=POISONED,
+        script=FAULTY,
         environment={
-            "MEGATRON_FT_TEST_POISON": str(folder),
+            POISON: str(folder),
             "MEGATRON_FT_SNAPSHOT_INTERVAL": "10",
         },
         iterations=ITERATIONS,
@@ -233,8 +233,8 @@ def test_trainers_that_decline_what_was_announced_are_told_of_once(tmp_path: Pat
         tmp_path,
         nodes=2,
         protect="none",
-        script=DECLINING,
-        environment={"PYTHONPATH": str(ROOT)},
+        script=FAULTY,
+        environment={"PYTHONPATH": str(ROOT), DECLINES: REASON},
         iterations=20,
         iteration_seconds=0.1,
     )

@@ -134,7 +134,7 @@ def test_two_nodes_continue_with_other_flags_and_four_with_the_old_ones(
     # Encoders must be up before it ends.
     long = ("--train-iters", "120")
     job = shrinking_job(tmp_path, megatron_corpus, (*TP2, *PP2, *long))
-    job.shapes = {2: ONE_STAGE}
+    job.more["shapes"] = {2: ONE_STAGE}
     made.append(job)
     # Before trainers start: growth waits for their first boundary, not training for growth.
     job.at_event = {"rebuilt": lambda job: job.cluster.revive("n3")}
@@ -168,7 +168,7 @@ def test_what_cannot_go_on_stops_with_its_memory_drained(
 ) -> None:
     """A copy of the model takes all four ranks."""
     job = shrinking_job(tmp_path, megatron_corpus, (*TP2, *PP2))
-    job.drain_dir, job.drain_interval = tmp_path / "drains", 10_000
+    job.more |= {"drain_dir": tmp_path / "drains", "drain_interval": 10_000}
     made.append(job)
     with pytest.raises(NoSpareError):
         job.run((6, lose("n3")))
