@@ -29,7 +29,6 @@ from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.inspect_slot import Damage, SlotInspector
 from megatron_ft.erasure.member import code_of, member_of, parity_digests_of, parity_root, piece_of
 from tests.support import damage as r
-from tests.support.arena_damage import damaged_records
 
 BLOCK_BYTES, SLOT, ITERATION = 1024, 0, 10
 PERMIT = Permit(SnapshotId(1, 1), ITERATION, SLOT)
@@ -249,7 +248,7 @@ class Trials:
         # Its writer remembers the value, so even two damaged copies are written anew.
         if not arena.mend_records(stripe.headers[member], stripe.slots[member]):
             return "missed"
-        if [arena.header, arena.slot(SLOT)] != known or damaged_records(arena):
+        if [arena.header, arena.slot(SLOT)] != known or r.damaged_records(arena):
             return "missed"
         stripe.remember_control(member)
         return "refused" if header is None else "mended"

@@ -65,17 +65,8 @@ def regions(arena: Arena, record: SealedRecord, slot: int) -> Iterator[Region]:
 
 FAULTS = (
     *("flip-data", "flip-parity", "flip-digest", "flip-padding", "flip-header", "padding"),
-    *(
-        "arena-header",
-        "slot-header",
-        "magic",
-        "truncate",
-        "extend",
-        "mode",
-        "folder",
-        "link",
-        "missing",
-    ),
+    *("arena-header", "slot-header", "magic", "truncate", "extend", "mode", "folder", "link"),
+    "missing",
 )
 """Every damage that ``damage`` does."""
 
@@ -98,8 +89,10 @@ def arenas(folder: Path) -> list[Path]:
 
 def damage(path: Path, fault: str, chance: random.Random) -> str:
     """Damage an arena and return what was done.  ValueError if no snapshot is committed there."""
-    change = _WHOLE_FILE.get(fault)
-    return f"{path.name} {change(path)}" if change else _change_bytes(path, fault, chance)
+    if fault not in _WHOLE_FILE:
+        return _change_bytes(path, fault, chance)
+    _WHOLE_FILE[fault](path)
+    return f"{fault} of {path.name}"
 
 
 def put_back(path: Path, older: bytes) -> str:
@@ -142,45 +135,68 @@ def _newest(arena: Arena) -> int:
     return max(held, key=lambda number: held[number] or (0, 0))
 
 
-def _truncate(path: Path) -> str:
-    size = path.stat().st_size
-    os.truncate(path, size // 2)
-    return f"cut from {size} to {size // 2} bytes"
+def overwrite(path: Path, at: int, length: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(b"\xa5" * length)
 
 
-def _extend(path: Path) -> str:
+def arena_header(path: Path) -> None:
+    overwrite(path, fmt.HEADER_OFFSET, 2 * fmt.HEADER_COPY_BYTES)
+
+
+def slot_headers(path: Path) -> None:
+    with Arena.open(path) as arena:
+        at = arena.geometry.slot_header_offset(0)
+    overwrite(path, at, arena.geometry.control_bytes - at)
+
+
+def magic(path: Path) -> None:
+    overwrite(path, 3, 1)
+
+
+def extended(path: Path) -> None:
     os.truncate(path, path.stat().st_size + _PAGE)
-    return "extended by a page"
 
 
-def _open_to_others(path: Path) -> str:
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def open_to_others(path: Path) -> None:
     path.chmod(0o644)
-    return "given mode 644"
 
 
-def _folder(path: Path) -> str:
+def closed(path: Path) -> None:
+    path.chmod(0o000)
+
+
+def folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
-    return "replaced by a folder"
+    (path / "something").touch()
 
 
-def _link(path: Path) -> str:
+def link(path: Path) -> None:
     moved = path.with_name(f"{path.name}.moved")
     path.rename(moved)
     path.symlink_to(moved.name)
-    return "replaced by a symbolic link to it"
 
 
-def _remove(path: Path) -> str:
-    path.unlink()
-    return "removed"
+def second_name(path: Path) -> None:
+    os.link(path, path.with_name("second"))
 
 
-_WHOLE_FILE: Mapping[str, Callable[[Path], str]] = {
-    "truncate": _truncate,
-    "extend": _extend,
-    "mode": _open_to_others,
-    "folder": _folder,
-    "link": _link,
-    "missing": _remove,
+_WHOLE_FILE: Mapping[str, Callable[[Path], None]] = {
+    "truncate": cut,
+    "extend": extended,
+    "mode": open_to_others,
+    "folder": folder,
+    "link": link,
+    "missing": Path.unlink,
 }
+
+
+def damaged_records(arena: Arena) -> list[str]:
+    """Names of the headers of which a copy is not whole."""
+    return [name for name, place in arena._headers() if arena._is_damaged(place)]

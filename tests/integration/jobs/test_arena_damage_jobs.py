@@ -20,7 +20,7 @@ from megatron_ft.arena.arena import Arena
 from megatron_ft.smp.__main__ import FOLDER_CHECK_SECONDS
 from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.renewal import MOST_INTERVALS
-from tests.support import arena_damage as kinds
+from tests.support import damage as kinds
 from tests.support.disk_jobs import of_kind, pause, signal_trainers, wait_for, wait_until
 from tests.support.jobs import Job, Uninterrupted, difference
 from tests.support.tmpfs import mount_tmpfs

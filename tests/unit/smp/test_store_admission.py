@@ -16,7 +16,7 @@ from megatron_ft.core.identity import SnapshotId
 from megatron_ft.smp.effects import StoreSlot
 from megatron_ft.smp.state_machine import NodeMachine
 from megatron_ft.smp.store import ArenaStore, free
-from tests.support.arena_damage import (
+from tests.support.damage import (
     arena_header,
     closed,
     cut,
