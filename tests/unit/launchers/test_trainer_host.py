@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,54 +26,8 @@ from megatron_ft.launchers import trainer_host, warm_client
 from megatron_ft.supervisor.trainer_hosts import why_cold
 
 WAIT_SECONDS = 60.0
+PROGRAMS = Path(__file__).parents[2] / "programs"
 VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-
-PROGRAM = """
-import json, os, resource, signal, sys, threading
-before = sorted(name for name in sys.modules if name.startswith("megatron."))
-loaded = "torch" in sys.modules
-import torch
-import torch._dynamo  # which making an optimizer imports; it sets a variable
-import megatron.threads, megatron.variables
-from megatron.package import both, part
-try:
-    import megatron.broken
-except ValueError as error:
-    said = str(error)
-def shown(name):
-    with open(f"/proc/self/{name}", "rb") as file:
-        return file.read().rstrip(b"\\0").decode().split("\\0")
-same = dict(
-    argv=sys.argv, orig=sys.orig_argv, file=__file__, name=__name__, spec=str(__spec__),
-    main=sys.modules["__main__"].__file__, path=sys.path, cwd=os.getcwd(),
-    umask=oct(os.umask(0)), env=dict(os.environ),
-    command=shown("cmdline"), threads=torch.get_num_threads(), stdin=sys.stdin.read(),
-    leads=os.getsid(0) == os.getpid(), limit=resource.getrlimit(resource.RLIMIT_NOFILE),
-    processors=sorted(os.sched_getaffinity(0)), custom=sys.custom,
-    terminate=str(signal.getsignal(signal.SIGTERM)),
-    interrupt=str(signal.getsignal(signal.SIGINT)),
-    all=threading.active_count(), said=said, both=both, part=part.__name__,
-    flags=str(sys.flags), user=getattr(sys, "user", 0),
-)
-first = [line for line in shown("environ")]
-import numpy
-print(json.dumps(dict(
-    same=same, before=before, loaded=loaded, shown=first, pid=os.getpid(),
-    chance=numpy.random.rand(), seed=torch.initial_seed(),
-    fds=len(os.listdir("/proc/self/fd")),
-)), flush=True)
-"""
-ENDS = """
-import os, signal, sys
-how = sys.argv[1]
-if how == "wait":
-    signal.pause()
-if how == "raise":
-    raise KeyError("this")
-if how.startswith("-"):
-    os.kill(os.getpid(), -int(how))
-sys.exit(int(how) if how.isdecimal() else how)
-"""
 
 
 class Place:
@@ -99,8 +54,8 @@ class Place:
             (package / "package" / f"{name}.py").write_text(source)
         customise = "import os, sys\nsys.custom = sys.__dict__.get('custom', []) + "
         (folder / "path" / "sitecustomize.py").write_text(customise + "[os.environ['RANK']]\n")
-        self.script.write_text(PROGRAM + ENDS)
-        (folder / "ends.py").write_text(ENDS)
+        shutil.copy(PROGRAMS / "forked_script.py", self.script)
+        shutil.copy(PROGRAMS / "ends_as_told.py", folder / "ends.py")
         search = os.pathsep.join([str(folder / "path"), os.environ["PYTHONPATH"]])
         self.environment = before_script({**os.environ, **VARIABLES, "PYTHONPATH": search})
         room = {trainer_host.ROOM: "x" * (32 << 10), "RANK": "host"}
@@ -297,19 +252,12 @@ def test_without_a_host_the_command_is_started(
 ) -> None:
     monkeypatch.setattr(warm_client, "CONNECT_SECONDS", 0.1)
     assert warm_client.connect(str(tmp_path / "none")) is None
-    client = [sys.executable, "-I", "-S", "-c", WITHOUT_WAITING.format(warm_client.__file__)]
+    program = str(PROGRAMS / "client_without_waiting.py")
+    client = [sys.executable, "-I", "-S", program, warm_client.__file__]
     done = subprocess.run(
         [*client, str(tmp_path / "none"), "/bin/echo", "cold"], capture_output=True, check=True
     )
     assert done.stdout == b"cold\n"
-
-
-WITHOUT_WAITING = """
-import runpy, sys
-made = runpy.run_path({!r})
-made["connect"].__globals__["CONNECT_SECONDS"] = 0.1
-made["main"].__globals__["main"]()
-"""
 
 
 def test_a_host_that_does_not_answer_is_given_up(

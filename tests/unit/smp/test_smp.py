@@ -38,53 +38,7 @@ from megatron_ft.smp.service import SIGTERM_REASON, SmpService
 from megatron_ft.supervisor.connections import SmpLink
 from tests.support.smp_node import SECRET, SmpNode, capture, create, run, say, snapshot
 
-TRAINER = """
-import os, sys
-from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.rpc.client import TrainerClient
-client = TrainerClient(ProcessEnvironment.from_env(), 0)
-try:
-    print("offer", client.hello("dp0", ()), flush=True)
-except Exception as error:
-    print(type(error).__name__, error, flush=True)
-sys.stdin.read()
-"""
-
-RESTORED = """
-import os, signal, sys
-from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.core.identity import SnapshotId
-from megatron_ft.rpc import client as module
-module.NOTED_TIMEOUT_SECONDS = 600.0
-client = module.TrainerClient(ProcessEnvironment.from_env(), 0)
-client.shard_id = "dp0"
-client.restored(SnapshotId(1, 1))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-ENCODER = """
-import os, sys
-from pathlib import Path
-from megatron_ft.arena.arena import Arena
-from megatron_ft.core.environment import ProcessEnvironment
-from megatron_ft.erasure.worker import connect
-from megatron_ft.rpc.messages import EncoderHello
-path, world, value, *held = sys.argv[1:]
-environment = ProcessEnvironment.from_env()
-with connect(environment, lambda: None) as smp:
-    if held:
-        print("held", flush=True)
-        sys.stdin.readline()
-    smp.send(EncoderHello(os.getpid(), world, environment.incarnation))
-    print(smp.receive(60), flush=True)
-    parity = Arena.open(Path(path)).parity(0, writable=True)
-    sys.stdin.readline()
-    parity[:] = int(value)
-    print("wrote", flush=True)
-    sys.stdin.readline()
-"""
-
-
+PEERS = Path(__file__).parents[2] / "programs" / "smp_peers.py"
 STARTED: list[subprocess.Popen[str]] = []
 """By process() in this test."""
 
@@ -102,7 +56,7 @@ def node(tmp_path: Path) -> Iterator[SmpNode]:
 
 
 def trainer(node: SmpNode, incarnation: int = 1) -> subprocess.Popen[str]:
-    return process(node, TRAINER, incarnation=incarnation)
+    return process(node, "trainer", incarnation=incarnation)
 
 
 def encoder(
@@ -113,7 +67,7 @@ def encoder(
     One that is ``held`` says so, and registers with a line of input before that.
     """
     words = [str(node.environment.node_dir / "dp0.arena"), world, str(value)]
-    return process(node, ENCODER, *words, *["held"] * held, incarnation=incarnation)
+    return process(node, "encoder", *words, *["held"] * held, incarnation=incarnation)
 
 
 def say_go(writer: subprocess.Popen[str]) -> None:
@@ -128,7 +82,7 @@ async def next_line(writer: subprocess.Popen[str]) -> str:
 
 
 def process(
-    node: SmpNode, script: str, *words: str, incarnation: int = 1, through: Sequence[str] = ()
+    node: SmpNode, name: str, *words: str, incarnation: int = 1, through: Sequence[str] = ()
 ) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
@@ -136,7 +90,7 @@ def process(
         "MEGATRON_FT_INCARNATION": str(incarnation),
     }
     started = subprocess.Popen(
-        [*through, sys.executable, "-c", script, *words],
+        [*through, sys.executable, str(PEERS), name, *words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -194,7 +148,7 @@ async def test_an_encoder_that_was_started_ahead_waits_for_its_incarnation(node:
 async def test_a_rank_that_dies_once_it_is_restored_was_restored(node: SmpNode) -> None:
     """Its failure is held against the snapshot only if the coordinator knows of the load."""
     link = await led(node)
-    rank = process(node, RESTORED)
+    rank = process(node, "restored")
     assert await asyncio.to_thread(rank.wait, 60) == -signal.SIGKILL
     assert (await node.event(m.Restored)).shard_id == "dp0"
     link.close()
@@ -328,7 +282,7 @@ async def test_a_trainer_with_process_numbers_of_its_own_is_turned_away(node: Sm
     """Its number is another process's here, which the next fence would kill."""
     link = await led(node)
     own_numbers = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    said = await next_line(process(node, TRAINER, through=own_numbers))
+    said = await next_line(process(node, "trainer", through=own_numbers))
     assert said.startswith("ControlPlaneError the trainer of dp0") and "--pid host" in said
     link.close()
 
