@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft.config import SWITCH, SnapshotConfig
@@ -213,12 +213,18 @@ def _with_capture(original: Function) -> Function:
     return decide_exit
 
 
-def _with_pause(original: Function) -> Function:
-    def between_iterations(*args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if _current is None else _current.pause():
+def _inside(
+    context: Callable[[SnapshotRun], AbstractContextManager[None]], original: Function
+) -> Function:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if _current is None else context(_current):
             return original(*args, **kwargs)
 
-    return between_iterations
+    return call
+
+
+_with_pause = functools.partial(_inside, SnapshotRun.pause)
+_at_rest = functools.partial(_inside, SnapshotRun.at_rest)
 
 
 def _with_note(original: Function) -> Function:
@@ -231,14 +237,6 @@ def _with_note(original: Function) -> Function:
         return paused(*args, **kwargs)
 
     return save
-
-
-def _at_rest(original: Function) -> Function:
-    def move(*args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if _current is None else _current.at_rest():
-            return original(*args, **kwargs)
-
-    return move
 
 
 def _forget_current() -> None:
