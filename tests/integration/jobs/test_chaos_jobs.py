@@ -48,9 +48,11 @@ def run(text: str, settings: ChaosSettings, oracle: dict[int, Lines]) -> CaseOut
     [
         pytest.param("encode.half:encoder:kill:1", "parity", marks=pytest.mark.all_layouts),
         ("restore.half:trainer:kill:1", "parity"),
-        ("commit.between:supervisor:kill:0", "own memory"),
+        pytest.param(
+            "commit.between:supervisor:kill:0", "own memory", marks=pytest.mark.all_layouts
+        ),
         pytest.param("drain.manifest:drain:kill:0", "continued", marks=pytest.mark.all_layouts),
-        ("commit.last:node:kill:1:nodisk", "refused"),
+        pytest.param("commit.last:node:kill:1:nodisk", "refused", marks=pytest.mark.all_layouts),
     ],
 )
 def test_a_case_ends_as_promised(
