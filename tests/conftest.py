@@ -25,6 +25,8 @@ from megatron_ft.launchers.virtual import default_root
 from tests.support.job_folders import unused
 
 REPOSITORY = Path(__file__).parents[1]
+SHORT = REPOSITORY / "tests" / "unit"
+"""Where no file takes as long as the longest jobs do."""
 # Children inherit it, so processes of this run are told apart from those of any other.
 SESSION_VARIABLE = "MEGATRON_FT_TEST_SESSION"
 SESSION = uuid.uuid4().hex
@@ -66,9 +68,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only --all asks for; long files first where files run side by side.
+    """Leave out what only --all asks for; jobs first, then long files where files run side by side.
 
-    A worker that began a long file last would run alone at the end.
+    A worker that began a long file last would run alone at the end, and a file may be one long job.
     """
     left_out = [item for item in items if "all_layouts" in item.keywords]
     if left_out and not config.getoption("all_layouts"):
@@ -78,7 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         lengths: Counter[Path] = Counter()
         for item in items:
             lengths[item.path] += 1 if LONG.isdisjoint(item.keywords) else LONG_TESTS
-        items.sort(key=lambda item: -lengths[item.path])
+        items.sort(key=lambda item: (SHORT in item.path.parents, -lengths[item.path]))
 
 
 @pytest.hookimpl(optionalhook=True)
