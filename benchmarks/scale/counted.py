@@ -18,8 +18,8 @@ from megatron_ft.cli.run_command import RunCommand
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.smp.event_sender import reported
-from megatron_ft.supervisor.connections import SmpLink
 from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.smp_link import SmpLink
 from megatron_ft.supervisor.supervisor import Supervisor
 from tests.support.chaos_cluster import EquippedCluster
 from tests.support.warm_host import WarmHost, warm
@@ -94,11 +94,11 @@ async def _count(nodes: int, protect: str, host: str, folder: str) -> Count:
     try:
         with JobState(job.notes, name) as state:
             supervisor = Supervisor(job.spec, cluster, state)
-            supervisor.coordinator.link_type = CountingLink
+            supervisor.fleet.link_type = CountingLink
             run = asyncio.create_task(supervisor.run())
             snapshots = await _committed(supervisor, run)
-            assert supervisor.coordinator.cycle is not None
-            stripe = supervisor.coordinator.cycle.stripes[0]
+            assert supervisor.pump.cycle is not None
+            stripe = supervisor.pump.cycle.stripes[0]
             run.cancel()
             await asyncio.gather(run, return_exceptions=True)
     finally:
@@ -118,7 +118,7 @@ async def _committed(supervisor: Supervisor, run: asyncio.Task[Any]) -> list[Sna
         if run.done():
             run.result()
             raise RuntimeError("the job ended before it had committed enough")
-        protected = supervisor.coordinator.standing.protected
+        protected = supervisor.standing.protected
         if protected is not None and protected[0] not in seen:
             seen.append(protected[0])
         await asyncio.sleep(0.02)

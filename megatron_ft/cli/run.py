@@ -306,7 +306,7 @@ def _supervise(
             held.enter_context(folders_ready(spec, state))
         supervisor = Supervisor(spec, place.launcher, state, place.hosts)
         supervisor.observers.subscribe(Printer())
-        EventLog(notes / EVENTS, str(state.record.job)).follow(supervisor.coordinator)
+        EventLog(notes / EVENTS, str(state.record.job)).follow(supervisor.fleet)
         if arguments.notify_command:
             held.callback(_notifier(arguments, supervisor).close)
         supervisor.observers.subscribe(end := RunSummary())
@@ -338,7 +338,7 @@ def _notifier(arguments: argparse.Namespace, supervisor: Supervisor) -> Notifier
         arguments.notify_command,
         arguments.notify_on,
         str(supervisor.state.record.job),
-        supervisor.coordinator,
+        supervisor.fleet,
     )
 
 

@@ -12,8 +12,8 @@ import msgspec
 from megatron_ft.core.errors import ArenaForeignError, ControlPlaneError, StaleIncarnationError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.connections import ARENA_TIMEOUT_SECONDS
-from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.fleet import Fleet
+from megatron_ft.supervisor.smp_link import ARENA_TIMEOUT_SECONDS
 
 ADMIT_TIMEOUT_SECONDS = ARENA_TIMEOUT_SECONDS + 30.0
 """Limit for fencing a node that still answers heartbeats.  Its earlier requests come first, which
@@ -43,7 +43,7 @@ def owned_arenas(admitted: Inventories, places: Mapping[str, str]) -> list[m.Inv
     ]
 
 
-def check_inventories(coordinator: Coordinator, admitted: Inventories) -> None:
+def check_inventories(fleet: Fleet, admitted: Inventories) -> None:
     """Emit what is damaged; ArenaForeignError for arenas of another job, which stay as they are."""
     foreign = [text for i in admitted.values() for text in i.foreign]
     if foreign:
@@ -55,33 +55,33 @@ def check_inventories(coordinator: Coordinator, admitted: Inventories) -> None:
     for node, inventory in admitted.items():
         for rank, why in inventory.renewed.items():
             text = f"rank {rank} starts in a new process: it {why}"
-            coordinator.observers.emit("new_process", text, rank=rank, node=node)
+            fleet.observers.emit("new_process", text, rank=rank, node=node)
         for text in inventory.damaged:
-            coordinator.observers.emit("damaged", f"node {node}: {text}", node=node)
-        coordinator.hanging_drains.note(node, inventory.hanging)
+            fleet.observers.emit("damaged", f"node {node}: {text}", node=node)
+        fleet.hanging_drains.note(node, inventory.hanging)
 
 
 async def admit(
-    coordinator: Coordinator, incarnation: int, nodes: Sequence[str], keep: LivingRanks
+    fleet: Fleet, incarnation: int, nodes: Sequence[str], keep: LivingRanks
 ) -> Inventories:
     """Fence every node for ``incarnation`` and collect what it holds.
 
     Trainers of ``keep`` may live, if they provably let go of their arenas.  A node that does not
     answer, is silent, or cannot confirm that its older writers are gone, counts as lost.  A node
-    that still obeys another coordinator is waited for: its lease runs out.
+    that still obeys another supervisor is waited for: its lease runs out.
     """
     reach("recovery.admitting")
-    coordinator.begin_incarnation(incarnation)
+    fleet.begin_incarnation(incarnation)
     requests = [
-        m.Admit(incarnation, coordinator.timing.lease, tuple(keep.get(node, ()))) for node in nodes
+        m.Admit(incarnation, fleet.timing.lease, tuple(keep.get(node, ()))) for node in nodes
     ]
-    answers = await asyncio.gather(*map(partial(_admit, coordinator), nodes, requests))
+    answers = await asyncio.gather(*map(partial(_admit, fleet), nodes, requests))
     return {n: a for n, a in zip(nodes, answers, strict=True) if a is not None}
 
 
-async def _admit(coordinator: Coordinator, node: str, request: m.Admit) -> m.Inventory | None:
-    while node in coordinator.links:
-        answer = await _ask_unless_silent(coordinator, node, request)
+async def _admit(fleet: Fleet, node: str, request: m.Admit) -> m.Inventory | None:
+    while node in fleet.links:
+        answer = await _ask_unless_silent(fleet, node, request)
         if isinstance(answer, m.Inventory):
             reach("recovery.between")
         if answer is None or isinstance(answer, m.Inventory):
@@ -89,26 +89,26 @@ async def _admit(coordinator: Coordinator, node: str, request: m.Admit) -> m.Inv
         if isinstance(answer, m.LeaseHeld):
             left = answer.seconds
             text = f"waiting {left:.0f} s for the end of an older supervisor's lease on {node}"
-            coordinator.observers.emit("waiting", text)
+            fleet.observers.emit("waiting", text)
             await asyncio.sleep(left)
         elif isinstance(answer.error, StaleIncarnationError):
             raise IncarnationHigherError(answer.reason)
         else:
             text = f"node {node} refused incarnation {request.incarnation}: {answer.reason}"
-            coordinator.observers.emit("refused", text, node=node)
+            fleet.observers.emit("refused", text, node=node)
             return None
     return None
 
 
-async def _ask_unless_silent(coordinator: Coordinator, node: str, request: m.Message) -> Any:
+async def _ask_unless_silent(fleet: Fleet, node: str, request: m.Message) -> Any:
     """The answer, or None as soon as the node has been silent for too long.
 
     An answer takes long where writers are hard to kill; heartbeats continue meanwhile.
     """
-    question = asyncio.ensure_future(coordinator.links[node].ask(request, ADMIT_TIMEOUT_SECONDS))
+    question = asyncio.ensure_future(fleet.links[node].ask(request, ADMIT_TIMEOUT_SECONDS))
     try:
-        while not question.done() and not coordinator.silent_nodes([node]):
-            await asyncio.wait({question}, timeout=coordinator.timing.heartbeat)
+        while not question.done() and not fleet.silent_nodes([node]):
+            await asyncio.wait({question}, timeout=fleet.timing.heartbeat)
         return question.result() if question.done() and not question.cancelled() else None
     except ControlPlaneError:
         return None

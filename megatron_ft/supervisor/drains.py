@@ -68,7 +68,8 @@ class Drains:
     def __init__(self, job: JobContext) -> None:
         self.failures, self._last_failure = 0, ""
         self._spec, self._launcher, self._job = job.spec, job.launcher, job.state.record.job
-        self._coordinator, self._spares_gone = job.coordinator, job.members.spares_gone
+        self._fleet, self._standing, self._pump = job.fleet, job.standing, job.pump
+        self._spares_gone = job.members.spares_gone
         self._task: asyncio.Task[None] | None = None
         self._places: dict[str, str] = {}
         self._seats: dict[str, ShardPlacement] = {}
@@ -119,7 +120,7 @@ class Drains:
             "with two slots no snapshot is taken while a drain runs, so a failure then loses the "
             f"iterations since it began; {slots.reason}"
         )
-        self._coordinator.observers.emit("drain_cost", text)
+        self._fleet.observers.emit("drain_cost", text)
 
     def report(self) -> dict[str, object]:
         """Failed drains, for the job's summary."""
@@ -133,13 +134,13 @@ class Drains:
         """Training has finished: let the drain end that runs, and the one that is due."""
         if self._task is None:
             return
-        committed, hanging = self._coordinator.standing.committed, self._coordinator.hanging
+        committed, hanging = self._standing.committed, self._fleet.hanging
         self._ending, self._last_tries, self._not_before = True, 0, 0.0
         if self._plan_begun is not None:
             due = f"iteration {self._plan_begun[0].iteration} is on disk"
             stalled = f"its drain has made no progress for {STALL_SECONDS:.0f} s"
             text = f"training has finished; the job ends once {due}, or {stalled}"
-            self._coordinator.observers.emit("drain_awaited", text)
+            self._fleet.observers.emit("drain_awaited", text)
         elif hanging and committed is not None and not self._is_durable(committed.snapshot):
             self._failed(f"nothing more is drained, as the disk hangs: {', '.join(hanging)}")
         self._news.set()
@@ -151,11 +152,11 @@ class Drains:
         Whether it, or a newer one, is on disk after at most ``seconds``.  A drain that runs is
         given up for it if it runs under a cap, or only one of the two can still be written.
         """
-        committed = self._coordinator.standing.committed
+        committed = self._standing.committed
         if self._task is None or committed is None:
             return False
         text = f"a last drain, for at most {seconds:g} s"
-        self._coordinator.observers.emit("stopping", text)
+        self._fleet.observers.emit("stopping", text)
         if self._cap or self._gives_way(committed.snapshot, seconds):
             await self.abandon()
             self._cap = 0.0
@@ -176,7 +177,7 @@ class Drains:
         return older and gives_way(time.monotonic() - begun, self._slowest, seconds)
 
     def _is_durable(self, snapshot: SnapshotId) -> bool:
-        durable = self._coordinator.standing.durable
+        durable = self._standing.durable
         return durable is not None and durable.snapshot >= snapshot
 
     async def abandon(self) -> None:
@@ -228,17 +229,17 @@ class Drains:
             # Not wait_for: before Python 3.12 it loses a cancel that comes with the news.
             news = asyncio.ensure_future(self._news.wait())
             try:
-                await asyncio.wait({news}, timeout=self._coordinator.timing.heartbeat)
+                await asyncio.wait({news}, timeout=self._fleet.timing.heartbeat)
             finally:
                 news.cancel()
             self._look_for_urgency()
 
     def _urgent_left(self) -> bool:
         """True while a last drain is to be tried again: it has failed, or the disk hangs."""
-        committed, since = self._coordinator.standing.committed, self._urgent_since
+        committed, since = self._standing.committed, self._urgent_since
         if since is None or committed is None or self._is_durable(committed.snapshot):
             return False
-        if self._coordinator.hanging and time.monotonic() - since > STALL_SECONDS:
+        if self._fleet.hanging and time.monotonic() - since > STALL_SECONDS:
             return False
         return self._last_tries > 0
 
@@ -247,7 +248,7 @@ class Drains:
         now, gone = time.monotonic(), self._spares_gone()
         if reason := self._urgency.poll(now, spares_gone=gone, slowest=self._slowest):
             self._urgent_since = now
-            self._coordinator.observers.emit("drain_urged", f"draining at once: {reason}")
+            self._fleet.observers.emit("drain_urged", f"draining at once: {reason}")
 
     def _next(self) -> DrainPlan | None:
         """The newest committed snapshot, if it is due and not what was restored from disk.
@@ -255,13 +256,13 @@ class Drains:
         None is due while an older drain hangs: the disk does not answer.
         """
         committed, settings, now = (
-            self._coordinator.standing.committed,
+            self._standing.committed,
             self._spec.settings,
             time.monotonic(),
         )
         old = 0 < 60 * settings.drain_minutes <= now - self._taken_at
         urgent = self._urgent_since is not None or old
-        if committed is None or self._is_durable(committed.snapshot) or self._coordinator.hanging:
+        if committed is None or self._is_durable(committed.snapshot) or self._fleet.hanging:
             return None
         if now < self._not_before or not is_due(
             self._last, committed.iteration, settings.drain_interval, urgent
@@ -306,15 +307,15 @@ class Drains:
     async def _drain(self, plan: DrainPlan) -> None:
         started, nodes, reason = time.monotonic(), sorted(set(self._places.values())), ""
         try:
-            await self._coordinator.hold(plan.snapshot, nodes)
+            await self._fleet.hold(plan.snapshot, nodes)
             await self._write(plan, nodes)
-            self._coordinator.standing.drains(plan.snapshot, plan.iteration)
+            self._standing.drains(plan.snapshot, plan.iteration)
             await self._try("tidy", plan, nodes[0], "retention_failed")
         except (MegatronFTError, OSError) as error:
             reason = str(error)
         cost = self._cost()
         # Not when cancelled: the next incarnation voids it, and must not wait for us.
-        await self._coordinator.release(nodes)
+        await self._fleet.release(nodes)
         self._note_end(started, reason)
         if reason:
             await self._after_failure(plan, nodes[0], reason)
@@ -323,17 +324,17 @@ class Drains:
         self._slowest = max(self._slowest, seconds)
         text = f"iteration {plan.iteration} is on disk after {seconds:.1f} s: {plan.folder}"
         event = DrainedEvent(iteration=plan.iteration, folder=str(plan.folder))
-        self._coordinator.observers.emit(event, text)
+        self._fleet.observers.emit(event, text)
         if cost and not self._cost_said:
             self._cost_said = True
-            self._coordinator.observers.emit("drain_cost", cost)
+            self._fleet.observers.emit("drain_cost", cost)
         if plan.export_dir is not None:
             await self._export(plan, nodes[0])
 
     async def _after_failure(self, plan: DrainPlan, node: str, reason: str) -> None:
         """Report a failed drain and tidy up, unless its processes hang on the disk."""
-        await self._coordinator.refresh()  # SMPs know of those
-        hanging = self._coordinator.hanging
+        await self._fleet.refresh()  # SMPs know of those
+        hanging = self._fleet.hanging
         if self._urgent_left() or (self._urgent_since is not None and not self._ending):
             then = "it is tried again " + (
                 "once the disk answers" if hanging else "soon, as it is urgent"
@@ -349,7 +350,7 @@ class Drains:
     async def _run(self, step: str, plans: Mapping[str, DrainPlan]) -> None:
         """Run a step; DrainError also if one of its processes makes no progress."""
         self._step = step
-        incarnation = self._coordinator.incarnation
+        incarnation = self._fleet.incarnation
         work = run_step(self._launcher, self._spec, incarnation, step, plans)
         await first_end(work, self._stall())
 
@@ -385,8 +386,8 @@ class Drains:
     def _cost(self) -> str:
         """The cost of a failure just before the end of the drain, if snapshots were
         skipped for it."""
-        committed, progress = self._coordinator.standing.committed, self._coordinator.progress
-        if committed is None or not self._coordinator.skips.now:
+        committed, progress = self._standing.committed, self._fleet.progress
+        if committed is None or not self._pump.skips.now:
             return ""
         lost = max(progress.values(), default=committed.iteration) - committed.iteration
         return (
@@ -398,8 +399,8 @@ class Drains:
     def _failed(self, text: str) -> None:
         """Emit and count a failed drain; ``megatron-ft status`` shows the number and the text."""
         self.failures, self._last_failure = self.failures + 1, text
-        self._coordinator.observers.emit("drain_failed", text)
+        self._fleet.observers.emit("drain_failed", text)
 
     def _emit(self, kind: str, text: str, plan: DrainPlan) -> None:
         fields = {"iteration": plan.iteration, "folder": str(plan.folder)}
-        self._coordinator.observers.emit(kind, text, **fields)
+        self._fleet.observers.emit(kind, text, **fields)

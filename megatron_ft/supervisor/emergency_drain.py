@@ -31,7 +31,7 @@ class EmergencyDrain:
 
     def __init__(self, job: JobContext, drains: Drains, recovery: Recovery) -> None:
         self._spec, self._state = job.spec, job.state
-        self._coordinator, self._members = job.coordinator, job.members
+        self._fleet, self._standing, self._members = job.fleet, job.standing, job.members
         self._drains, self._recovery = drains, recovery
         self._emit = job.emit
 
@@ -73,7 +73,7 @@ class EmergencyDrain:
         """Carry the plan out and drain; what went wrong with the drain, or nothing."""
         self._state.update(incarnation=plan.incarnation, lineage=plan.lineage)
         await self._recovery.carry_out(plan, admitted)
-        durable = self._coordinator.standing.durable
+        durable = self._standing.durable
         # A snapshot whose drain ended with the trainers counts as not drained.
         first = min(plan.decision.iteration, -1 if durable is None else durable.iteration)
         self._drains.begin(plan.places, self._state.record.shards, plan.lineage, first)
@@ -98,7 +98,7 @@ class EmergencyDrain:
             decision=memory,
             places=self._members.places(doubled_up(seats.active, there)),
             active=tuple(there),
-            incarnation=self._coordinator.incarnation,
+            incarnation=self._fleet.incarnation,
             lineage=self._recovery.lineage(memory),
             slots=present_slots(memory),
         )

@@ -36,7 +36,8 @@ from megatron_ft.launchers.launcher import Launcher, Placement, ProcessHandle
 from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.launchers.world import WORLD, WORLD_NODES
 from megatron_ft.rpc.sockets import SECRET_BYTES
-from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.expected_world import ExpectedWorld
+from megatron_ft.supervisor.fleet import Fleet
 from megatron_ft.supervisor.spec import JobSpec
 
 AUTO = "auto"
@@ -184,12 +185,12 @@ _NUMBER = re.compile(r"\b\d+\b")
 class WorldKeeper:
     """Starts a world over the active nodes, and a new one whenever it ends.
 
-    ``coordinator`` learns which world to expect.  A world that cannot be started degrades
+    ``expected`` learns which world to expect.  A world that cannot be started degrades
     protection, visibly, and stops nothing.
     """
 
-    def __init__(self, encoders: EncoderWorld, coordinator: Coordinator) -> None:
-        self.encoders, self._coordinator = encoders, coordinator
+    def __init__(self, encoders: EncoderWorld, expected: ExpectedWorld, fleet: Fleet) -> None:
+        self.encoders, self._expected, self._fleet = encoders, expected, fleet
         self._task: asyncio.Task[None] | None = None
         self._emitted = ""
 
@@ -201,10 +202,10 @@ class WorldKeeper:
     def start(self, nodes: Sequence[str]) -> None:
         """Keep a world over ``nodes`` from now on.  Raises if the first cannot be started."""
         self._emitted = ""
-        if not self.encoders.take_ahead(nodes, self._coordinator.incarnation):
+        if not self.encoders.take_ahead(nodes, self._fleet.incarnation):
             self.stop()
             self._launch(nodes)
-        self._coordinator.encoders.expect_ahead("")
+        self._expected.expect_ahead("")
         self._task = asyncio.create_task(self._keep(nodes))
 
     async def prepare(self, nodes: Sequence[str]) -> None:
@@ -213,21 +214,20 @@ class WorldKeeper:
         Its encoders wait to be admitted, and have no arena before.  The present world works on.
         ``start`` for these nodes takes it.
         """
-        coordinator = self._coordinator
         try:
-            name = self.encoders.start_ahead(nodes, coordinator.incarnation + 1)
+            name = self.encoders.start_ahead(nodes, self._fleet.incarnation + 1)
         except (MegatronFTError, OSError) as error:
             self._emit("world_refused", f"no encoder world was started ahead: {error}")
             return
-        coordinator.encoders.expect_ahead(name)
+        self._expected.expect_ahead(name)
         deadline = time.monotonic() + PREPARE_SECONDS
-        while coordinator.encoders.ahead_on < set(nodes) and time.monotonic() < deadline:
+        while self._expected.ahead_on < set(nodes) and time.monotonic() < deadline:
             await asyncio.sleep(LOOK_SECONDS)
 
     def drop_prepared(self) -> None:
         """End the world of ``prepare``; another one is started when it is needed."""
         self.encoders.drop_ahead()
-        self._coordinator.encoders.expect_ahead("")
+        self._expected.expect_ahead("")
 
     def stop(self) -> None:
         """End the world; no other is started.  One that was prepared is expected from now on."""
@@ -235,13 +235,13 @@ class WorldKeeper:
             self._task.cancel()
             self._task = None
         self.encoders.kill()
-        self._coordinator.encoders.lost()
+        self._expected.lost()
         if ahead := self.encoders.ahead:
-            self._coordinator.encoders.expect(ahead.name, ahead.nodes)
+            self._expected.expect(ahead.name, ahead.nodes)
 
     def _launch(self, nodes: Sequence[str]) -> None:
-        name = self.encoders.start(nodes, self._coordinator.incarnation)
-        self._coordinator.encoders.expect(name, tuple(nodes))
+        name = self.encoders.start(nodes, self._fleet.incarnation)
+        self._expected.expect(name, tuple(nodes))
 
     async def _keep(self, nodes: Sequence[str]) -> None:
         delay = FIRST_DELAY_SECONDS
@@ -251,7 +251,7 @@ class WorldKeeper:
             if time.monotonic() - begun > LONGEST_DELAY_SECONDS:
                 # It did its work: one that broke days ago proves nothing about the next.
                 delay = FIRST_DELAY_SECONDS
-            self._coordinator.encoders.lost()
+            self._expected.lost()
             self._explain(status)
             started = False
             while not started:
@@ -264,12 +264,12 @@ class WorldKeeper:
 
         A start may hang: mpirun's, for one.
         """
-        up = asyncio.create_task(self._coordinator.encoders.ready())
+        up = asyncio.create_task(self._expected.ready())
         ended = asyncio.create_task(self.encoders.ended())
         try:
             await asyncio.wait({up, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done() and (error := up.exception()) is not None:
-                self._coordinator.encoders.end(self.encoders.name, str(error))
+                self._expected.end(self.encoders.name, str(error))
             return await ended
         finally:
             up.cancel()
@@ -285,8 +285,8 @@ class WorldKeeper:
 
     def _explain(self, status: int) -> None:
         """Emit why the world ended; of worlds that never were up each cause only once."""
-        why = self._coordinator.encoders.refused or self.encoders.why_ended(status)
-        if self._coordinator.encoders.joined:
+        why = self._expected.refused or self.encoders.why_ended(status)
+        if self._expected.joined:
             self._emitted = ""
         text = f"the encoder world ended: {why}; a new one is started"
         self._emit("world_ended", text)
@@ -296,7 +296,7 @@ class WorldKeeper:
         alike = _NUMBER.sub("0", text)
         if alike != self._emitted:
             self._emitted = alike
-            self._coordinator.observers.emit(kind, text)
+            self._fleet.observers.emit(kind, text)
 
 
 START_SECONDS = 60.0

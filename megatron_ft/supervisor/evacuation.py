@@ -119,18 +119,15 @@ class Evacuations:
     def __init__(self, job: JobContext, health: Health) -> None:
         self.stopping, self._stayed = False, 0.0
         self._job, self._growths, self._grow_after = job, 0, 0.0
-        self._launcher, self._coordinator, self._members = (
-            job.launcher,
-            job.coordinator,
-            job.members,
-        )
+        self._launcher, self._members = job.launcher, job.members
+        self._fleet, self._standing, self._pump = job.fleet, job.standing, job.pump
         self._world, self._health = job.world, health
         self._redundant = bool(job.spec.scheme.parity_members)
         self._drained: set[str] = set()
         self._moving: tuple[m.Evacuate, int] | None = None
         """The request under way, and the node's position."""
         for node in job.members.seats.evacuated:
-            job.coordinator.note_move(node, state="moved", text=f"{node} is evacuated")
+            job.fleet.evacuations.note_move(node, state="moved", text=f"{node} is evacuated")
 
     def stop(self) -> None:
         """Begin none any more: the job stops."""
@@ -160,7 +157,7 @@ class Evacuations:
                 seating = self._seating(node)
                 reason = reason or seating.against(node)
             if reason:
-                self._coordinator.permit_again()
+                self._pump.permit_again()
                 self._world.drop_prepared()
                 self._refuse(request, reason)
                 continue
@@ -192,17 +189,17 @@ class Evacuations:
 
     async def _next(self) -> m.Evacuate | None:
         """The oldest request, None if the job could grow; the scheduler tells nobody."""
-        coordinator = self._coordinator
-        while not coordinator.evacuations:
-            if not await coordinator.until_evacuation(POLL_SECONDS):
+        fleet = self._fleet
+        while not fleet.evacuations.waiting:
+            if not await fleet.evacuations.until_asked(POLL_SECONDS):
                 await self._look()
             larger = await asyncio.to_thread(self._larger)
-            if larger and not coordinator.evacuations:
+            if larger and not fleet.evacuations.waiting:
                 return None
-        request = next(iter(coordinator.evacuations.values()))
+        request = next(iter(fleet.evacuations.waiting.values()))
         if request.reason not in (m.ON_REQUEST, m.IF_UNHEALTHY):
             await asyncio.sleep(SETTLE_SECONDS)
-            await coordinator.refresh()
+            await fleet.refresh()
         return request
 
     async def _look(self) -> None:
@@ -211,11 +208,11 @@ class Evacuations:
             return
         for node in sorted(leaving.keys() - self._drained):
             reason = f"the scheduler drains it: {leaving[node]}".strip(": ")
-            self._coordinator.ask_evacuation(m.Evacuate(node, uuid.uuid4().hex, reason[:256]))
+            self._fleet.evacuations.ask(m.Evacuate(node, uuid.uuid4().hex, reason[:256]))
         self._drained = set(leaving)
 
     def _seating(self, node: str) -> Seating:
-        requests = self._coordinator.evacuations.values()
+        requests = self._fleet.evacuations.waiting.values()
         wanted = self._members.seats.leaving | {r.node for r in requests if not r.undo}
         fewer, not_fewer = nodes_without(
             self._members.seats, self._job.state.record.rank_rule, wanted | {node}
@@ -228,19 +225,19 @@ class Evacuations:
             fewer=fewer,
             not_fewer=not_fewer,
             redundant=self._redundant,
-            paused=self._coordinator.paused,
+            paused=self._pump.paused,
             stopping=self.stopping,
         )
 
     async def _grow(self) -> bool:
         """Have the job continue with the nodes that are back too; whether it does."""
         self._grow_after = time.monotonic() + GROW_AGAIN_SECONDS * 2**self._growths
-        emit = self._coordinator.observers.emit
+        emit = self._fleet.observers.emit
         chosen = self._more_of(await self._members.answering(self._reachable()))
         self._growths += 1
         reason = await self._capture() if chosen else "no other node answers"
         if reason:
-            self._coordinator.permit_again()
+            self._pump.permit_again()
             emit("not_grown", f"the job stays with {len(self._members.active)} nodes: {reason}")
             return False
         self._continue_on("grown", "nodes are back", chosen)
@@ -252,12 +249,12 @@ class Evacuations:
         self._members.train_on(chosen)
         text = f"{reason}: continuing with {len(chosen)} instead of {before}"
         text += f", {self._members.seats.ranks} ranks: {', '.join(chosen)}"
-        self._coordinator.observers.emit(kind, text, nodes=chosen, ranks=self._members.seats.ranks)
+        self._fleet.observers.emit(kind, text, nodes=chosen, ranks=self._members.seats.ranks)
 
     def _larger(self) -> list[str]:
         """The nodes with which the job could grow now; empty if it cannot, or shall not yet."""
-        standing = self._coordinator.standing
-        if self._coordinator.paused or self.stopping or time.monotonic() < self._grow_after:
+        standing = self._standing
+        if self._pump.paused or self.stopping or time.monotonic() < self._grow_after:
             return []
         if (standing.protected if self._redundant else standing.committed) is None:
             return []
@@ -271,19 +268,19 @@ class Evacuations:
 
     async def _capture(self) -> str:
         """Have a boundary committed at which trainers stay; the reason if that fails, or ""."""
-        coordinator, reason = self._coordinator, ""
+        fleet, pump, reason = self._fleet, self._pump, ""
         for attempt in range(TRIES):
-            coordinator.permit_again()
-            usual = coordinator.pulses.iteration_seconds
+            pump.permit_again()
+            usual = fleet.heartbeats.iteration_seconds
             ahead = boundaries_ahead(AHEAD_SECONDS * 2**attempt, usual)
-            capture = coordinator.capture_and_stop(ahead, STAY_SECONDS)
+            capture = pump.capture_and_stop(ahead, STAY_SECONDS)
             try:
                 ended = await asyncio.wait_for(capture, PATIENCE_SECONDS)
             except asyncio.TimeoutError:
                 return f"no snapshot could be taken in {PATIENCE_SECONDS:.0f} s"
-            await coordinator.refresh()
-            reached = max(coordinator.progress.values(), default=-1)
-            found = coordinator.fallbacks()
+            await fleet.refresh()
+            reached = max(fleet.progress.values(), default=-1)
+            found = pump.fallbacks()
             safe = found.node_loss if self._redundant else found.crash
             survives = None if safe is None else safe.snapshot
             reason = loss_of_move(ended, reached, survives, self._redundant)
@@ -294,7 +291,7 @@ class Evacuations:
 
     def _note_stay(self) -> None:
         ranks, now = self._members.seats.ranks, time.monotonic()
-        heard = self._coordinator.pulses.fresh(ranks, STAY_SECONDS)
+        heard = self._fleet.heartbeats.fresh(ranks, STAY_SECONDS)
         self._stayed = min((one.idle(now) for one in heard), default=0.0)
 
     def _undo(self, request: m.Evacuate) -> None:
@@ -310,10 +307,10 @@ class Evacuations:
 
     def _note(self, request: m.Evacuate, state: str, text: str) -> None:
         """Emit what became of a request, and have the command that made it know."""
-        coordinator = self._coordinator
+        fleet = self._fleet
         if state != "moving":
-            coordinator.answer_evacuation(request.number)
-        coordinator.note_move(request.node, number=request.number, state=state, text=text)
+            fleet.evacuations.answer(request.number)
+        fleet.evacuations.note_move(request.node, number=request.number, state=state, text=text)
         kind = {"moving": "evacuating", "moved": "evacuated", "refused": "not_evacuated"}
         end = "; training continues" if state == "refused" else ""
-        coordinator.observers.emit(kind.get(state, state), text + end, node=request.node)
+        fleet.observers.emit(kind.get(state, state), text + end, node=request.node)

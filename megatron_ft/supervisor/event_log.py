@@ -23,7 +23,7 @@ from megatron_ft.core.errors import UNREADABLE
 from megatron_ft.supervisor.events import FACTS, Count, EventFacts, JobEvent, Seconds
 
 if TYPE_CHECKING:
-    from megatron_ft.supervisor.coordinator import Coordinator
+    from megatron_ft.supervisor.fleet import Fleet
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +52,10 @@ class EventLog:
         # A line before may have no end: a supervisor died in its write, or the disk was full.
         self._torn = self._failed = False
 
-    def follow(self, coordinator: Coordinator) -> None:
+    def follow(self, fleet: Fleet) -> None:
         """Record the events of a job from now on."""
-        self._incarnation = lambda: coordinator.incarnation
-        coordinator.observers.subscribe(self.record)
+        self._incarnation = lambda: fleet.incarnation
+        fleet.observers.subscribe(self.record)
 
     def record(self, event: JobEvent) -> None:
         """Record one event; a failure is logged once."""

@@ -80,18 +80,14 @@ class EvidenceKeeper:
 
     def __init__(self, job: JobContext) -> None:
         self._folder, self._job = job.state.folder / FOLDER, str(job.state.record.job)
-        self._launcher, self._coordinator, self._trainers = (
-            job.launcher,
-            job.coordinator,
-            job.trainers,
-        )
+        self._launcher, self._fleet, self._trainers = job.launcher, job.fleet, job.trainers
         self._events: deque[JobEvent] = deque(maxlen=_MOST_EVENTS)
         self._seen: _Seen | None = None
         self._hang: Hung | None = None
         self._started = False
         self._versions: dict[str, str] = {}
         job.observers.subscribe(self._note)
-        job.coordinator.listen(self._note_versions)
+        job.fleet.listen(self._note_versions)
 
     def _note(self, event: JobEvent) -> None:
         self._events.append(event)
@@ -115,9 +111,9 @@ class EvidenceKeeper:
             log.warning("no autopsy of this failure: %r", error)
 
     async def _observe(self) -> _Seen:
-        trainers, coordinator = self._trainers, self._coordinator
+        trainers, fleet = self._trainers, self._fleet
         nodes, now = set(trainers.nodes_by_rank().values()), time.monotonic()
-        since = {n: now - link.last_heard for n, link in coordinator.links.items() if n in nodes}
+        since = {n: now - link.last_heard for n, link in fleet.links.items() if n in nodes}
         gone = [node for node in sorted(nodes) if not self._launcher.reachable(node)]
         deadline = now + SETTLE_SECONDS
         while not gone and self._hang is None and time.monotonic() < deadline:
@@ -127,10 +123,10 @@ class EvidenceKeeper:
             await asyncio.sleep(_POLL_SECONDS)
             gone = [node for node in sorted(nodes) if not self._launcher.reachable(node)]
         await trainers.note_exits()
-        lease = 0.8 * coordinator.timing.lease
+        lease = 0.8 * fleet.timing.lease
         silent = {node: seconds for node, seconds in since.items() if seconds >= lease}
         try:
-            last = coordinator.refresh(but=[*gone, *silent])
+            last = fleet.refresh(but=[*gone, *silent])
             await asyncio.wait_for(last, ANSWER_SECONDS)
         except asyncio.TimeoutError:
             log.info("not all nodes sent a last heartbeat in %.1f s", ANSWER_SECONDS)
@@ -142,7 +138,7 @@ class EvidenceKeeper:
 
     def _ranks(self, exits: Mapping[int, tuple[int, float]]) -> list[RankEvidence]:
         """The evidence of each rank, with logs of those that are named first."""
-        heard = {one.report.rank: one for one in self._coordinator.pulses.all()}
+        heard = {one.report.rank: one for one in self._fleet.heartbeats.all()}
         nodes = self._trainers.nodes_by_rank()
         hung = () if self._hang is None else self._hang.ranks
         for rank, one in heard.items():
@@ -194,7 +190,7 @@ class EvidenceKeeper:
             folder=str(folder),
         )
         text = f"stopped first ({verdict.kind}): {verdict.sentence}"
-        self._coordinator.observers.emit(event, text)
+        self._fleet.observers.emit(event, text)
         # The first rank whose end was seen may have died of another one.
         moved = verdict.rank >= 0 and bool(failure.node and verdict.node)
         return replace(failure, node=verdict.node) if moved else failure
@@ -203,7 +199,7 @@ class EvidenceKeeper:
         hang, ranks, now = self._hang, self._ranks(seen.exits), time.monotonic()
         evidence = Evidence(
             job=self._job,
-            incarnation=self._coordinator.incarnation,
+            incarnation=self._fleet.incarnation,
             time=time.time(),
             failure=failure.text,
             cause=failure.cause,

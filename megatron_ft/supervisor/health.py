@@ -127,7 +127,7 @@ class Health:
 
     def __init__(self, job: JobContext) -> None:
         self._spec, self._launcher, self._state = job.spec, job.launcher, job.state
-        self._coordinator, self._members = job.coordinator, job.members
+        self._fleet, self._members = job.fleet, job.members
         self._failures: tuple[Failure, ...] = ()
 
     def failed(self, failure: Failure) -> None:
@@ -196,13 +196,13 @@ class Health:
         if used:
             text += f"; it is used: {used}"
             if used == NEEDED:  # As soon as parity has it, it can move.
-                number = f"health-{self._coordinator.incarnation}-{node}"
-                self._coordinator.ask_evacuation(m.Evacuate(node, number, reason[:256]))
+                number = f"health-{self._fleet.incarnation}-{node}"
+                self._fleet.evacuations.ask(m.Evacuate(node, number, reason[:256]))
         else:
             text += "; it is not used any more (`megatron-ft evacuate --undo` gives it back)"
             text += self._advice(node, reason)
             members.take(members.seats.exclude(node, last_resort=last_resort))
-            self._coordinator.note_move(node, state="moved", text=reason)
+            self._fleet.evacuations.note_move(node, state="moved", text=reason)
         return text
 
     def _advice(self, node: str, reason: str) -> str:
@@ -231,4 +231,4 @@ class Health:
         return {node: Vote("unknown", reason) for node in votes}
 
     def _emit(self, kind: str, text: str, node: str) -> None:
-        self._coordinator.observers.emit(kind, text, node=node)
+        self._fleet.observers.emit(kind, text, node=node)

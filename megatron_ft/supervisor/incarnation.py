@@ -60,7 +60,7 @@ class Incarnation:
         """Train until something ends it; errors of nodes and of memory are raised."""
         job, plan, registration = self.job, self.plan, self.registration
         listeners = (registration.on_event, job.trainers.on_event, self.renewal.on_event)
-        with job.coordinator.listening(*listeners, self._on_declined):
+        with job.fleet.listening(*listeners, self._on_declined):
             if (self._encodes() or plan.reshaped) and not job.world.wanted:
                 job.world.start(plan.nodes)
             _, source = plan.describe()
@@ -68,7 +68,7 @@ class Incarnation:
             await self._start_trainers()
             # Of several that have found something at once, the first one counts.
             end = await first_end(
-                job.coordinator.replicas.until_differ(),
+                job.pump.replicas.until_differ(),
                 job.trainers.ended(),
                 self.quarantine.until_rewind(),
                 self.evacuations.until_due(),
@@ -93,7 +93,7 @@ class Incarnation:
         kept = job.trainers.in_place(plan.active, plan.kept)
         await job.trainers.kill_all(but=kept)
         requests = job.trainers.start(plan.active, plan.incarnation, extra, kept)
-        await job.coordinator.ask_all(requests)
+        await job.fleet.ask_all(requests)
         text = f"{job.members.seats.ranks - len(kept)} trainers started"
         text += job.spec.shape_note(len(plan.active))
         text += f", {len(kept)} restart in process" if kept else ""
@@ -116,11 +116,11 @@ class Incarnation:
             # Noted first: trainers may have ended before all nodes have answered.
             registration.refuse(error)
             refusal = m.ArenasReady(plan.incarnation, error)
-            await job.coordinator.ask_all(dict.fromkeys(nodes, refusal))
+            await job.fleet.ask_all(dict.fromkeys(nodes, refusal))
             if plan.reshaped:
-                await return_sources(job.coordinator, plan)
+                await return_sources(job.fleet, plan)
             raise
-        await job.coordinator.ask_all(dict.fromkeys(nodes, m.ArenasReady(plan.incarnation)))
+        await job.fleet.ask_all(dict.fromkeys(nodes, m.ArenasReady(plan.incarnation)))
         state = job.state
         state.update(shards=registration.placements(), rank_rule=rule)
         if plan.nodes != plan.active:
@@ -148,27 +148,27 @@ class Incarnation:
         stored = plan.decision.stripes if restored else ()
         stripes = self.registration.stripes(stored, job.members.seats.scheme, job.spec.block_bytes)
         if plan.reshaped:
-            await make_sources(job.coordinator, plan)
+            await make_sources(job.fleet, plan)
         slots = await self._choose_slots(stripes, places)
         requests = create_requests(stripes, plan.incarnation, plan.lineage, slots.count)
-        await make_arenas(job.coordinator, requests, places)
+        await make_arenas(job.fleet, requests, places)
         if plan.reshaped and not self.declined:
-            await reshape(job.coordinator, plan, places)
+            await reshape(job, plan, places)
         return stripes, slots
 
     def _permit(
         self, places: dict[str, str], stripes: tuple[StripeState, ...], slots: SlotChoice
     ) -> None:
         """Have snapshots taken of the shards in these arenas, and drained."""
-        plan, coordinator = self.plan, self.job.coordinator
+        plan, pump = self.plan, self.job.pump
         first = max(0, plan.decision.iteration)
         schedule = self.pacing.begin(self.registration.interval, first)
         self.job.emit(TrainingEvent(iteration=first), "training")
         orders = stripe_orders(stripes, places, plan.active)
         self.renewal.begin(stripes, (slots.count, self.job.spec.settings.fixed_slots or USUAL))
-        judge = partial(coordinator.replicas.judge, places)
+        judge = partial(pump.replicas.judge, places)
         cycle = SnapshotCycle(plan.incarnation, places, orders, schedule, judge)
-        coordinator.start_snapshots(cycle)
+        pump.start(cycle)
         self.drains.begin(places, self.registration.placements(), plan.lineage, first)
         self.drains.warn_of_slots(slots)
 
@@ -179,7 +179,7 @@ class Incarnation:
         if self.plan.slots.count and not self.plan.reshaped:
             return self.plan.slots
         spares = self.job.members.free_spares()
-        return await choose_slots(self.job.coordinator, self.job.spec, stripes, places, spares)
+        return await choose_slots(self.job.fleet, self.job.spec, stripes, places, spares)
 
     def _encodes(self) -> bool:
         """True if snapshots of this incarnation get parity."""
@@ -202,8 +202,8 @@ class Incarnation:
             return
         request = m.ImportsRequest(self.plan.incarnation)
         try:
-            noted = (await self.job.coordinator.ask_all({node: request}))[node]
-            await self.job.coordinator.ask_all(dict.fromkeys(spares, noted))
+            noted = (await self.job.fleet.ask_all({node: request}))[node]
+            await self.job.fleet.ask_all(dict.fromkeys(spares, noted))
         except MegatronFTError as error:
             log.warning("trainer hosts of spares do not know what to import: %s", error)
 
@@ -217,7 +217,7 @@ class Incarnation:
         if not isinstance(body, m.Declined) or self.declined:
             return
         self.declined = True
-        self.job.coordinator.standing.resumes(body.iteration)
+        self.job.standing.resumes(body.iteration)
         offered, found = self.plan.decision.iteration, body.iteration
         source = "scratch" if found < 0 else f"the framework's checkpoint of iteration {found}"
         lost = max(0, self.plan.reached - max(0, found))

@@ -7,13 +7,17 @@ from typing import Any
 
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.rpc.sockets import JobKeys
-from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.damage import DamagedShards
 from megatron_ft.supervisor.encoder_world import EncoderWorld, WorldKeeper
 from megatron_ft.supervisor.events import EventFacts, Observers
+from megatron_ft.supervisor.expected_world import ExpectedWorld
+from megatron_ft.supervisor.fleet import Fleet
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
 from megatron_ft.supervisor.processes import TrainerFleet
+from megatron_ft.supervisor.snapshots import SnapshotPump
 from megatron_ft.supervisor.spec import JobSpec
+from megatron_ft.supervisor.standing import Standing
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class JobContext:
     spec: JobSpec
     launcher: Launcher
     state: JobState
-    coordinator: Coordinator
+    pump: SnapshotPump
     members: Membership
     world: WorldKeeper
     trainers: TrainerFleet
@@ -31,18 +35,34 @@ class JobContext:
     @classmethod
     def of(cls, spec: JobSpec, launcher: Launcher, state: JobState) -> JobContext:
         """The parts of this job; nothing is started."""
-        encoders = EncoderWorld(launcher, spec)
+        processes, observers = EncoderWorld(launcher, spec), Observers()
         keys, scrub = JobKeys.derive(state.record.secret), spec.settings.scrub_percent
-        coordinator = Coordinator(keys, Observers(), encoders.end, spec.timing, scrub)
-        members = Membership(spec, launcher, state, coordinator)
-        world = WorldKeeper(encoders, coordinator)
-        trainers = TrainerFleet(launcher, spec)
-        return cls(spec, launcher, state, coordinator, members, world, trainers)
+        fleet = Fleet(keys, observers, spec.timing, scrub)
+        encoders = ExpectedWorld(observers, processes.end)
+        pump = SnapshotPump(fleet, Standing(DamagedShards(observers)), encoders)
+        members = Membership(spec, launcher, state, pump)
+        world = WorldKeeper(processes, encoders, fleet)
+        return cls(spec, launcher, state, pump, members, world, TrainerFleet(launcher, spec))
+
+    @property
+    def fleet(self) -> Fleet:
+        """The job's SMPs."""
+        return self.pump.fleet
+
+    @property
+    def standing(self) -> Standing:
+        """What survives which failure."""
+        return self.pump.standing
+
+    @property
+    def encoders(self) -> ExpectedWorld:
+        """The encoders that are up."""
+        return self.pump.encoders
 
     @property
     def observers(self) -> Observers:
         """The observers of the job's events."""
-        return self.coordinator.observers
+        return self.fleet.observers
 
     def emit(self, what: str | EventFacts, text: str, **fields: Any) -> None:
         """Pass an event on."""

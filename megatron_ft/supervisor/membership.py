@@ -34,12 +34,12 @@ from megatron_ft.supervisor.admission import (
     check_inventories,
     owned_arenas,
 )
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.ends import Failure, Interrupted, NodeLost, SmpLost, first_end
 from megatron_ft.supervisor.events import NodeLostEvent
 from megatron_ft.supervisor.job_state import JobState, homes_of
 from megatron_ft.supervisor.processes import Result, SmpFleet
 from megatron_ft.supervisor.seats import Seats, first_active, other_size, stripes_by_position
+from megatron_ft.supervisor.snapshots import SnapshotPump
 from megatron_ft.supervisor.spec import JobSpec
 
 log = logging.getLogger(__name__)
@@ -60,12 +60,12 @@ class Membership:
     """The nodes of one job over all its incarnations: what follows from ``seats``, and why."""
 
     def __init__(
-        self, spec: JobSpec, launcher: Launcher, state: JobState, coordinator: Coordinator
+        self, spec: JobSpec, launcher: Launcher, state: JobState, pump: SnapshotPump
     ) -> None:
         self.smps = SmpFleet(launcher, state, spec)
         self.seats = Seats.noted(spec, state.record, launcher.nodes())
         self._spec, self._launcher, self._state = spec, launcher, state
-        self._coordinator = coordinator
+        self._pump, self._fleet = pump, pump.fleet
         # When a node that was given up was last heard of.  The supervisor before this one may have
         # renewed the lease of others until this one began.
         self._began, self._heard = time.monotonic(), dict[str, float]()
@@ -114,16 +114,16 @@ class Membership:
         Nodes that cannot be, and may still run trainers, are waited for: their leases end.
         StaleIncarnationError when somebody else leads the job by now.
         """
-        self._coordinator.require_lead()
-        incarnation = max(self._state.record.incarnation, self._coordinator.incarnation) + 1
+        self._fleet.require_lead()
+        incarnation = max(self._state.record.incarnation, self._fleet.incarnation) + 1
         nodes = await self._reachable()
         while True:
             try:
-                work = admit(self._coordinator, incarnation, nodes, keep)
+                work = admit(self._fleet, incarnation, nodes, keep)
                 admitted = await self.smps.while_all_run(work)
-                check_inventories(self._coordinator, admitted)
+                check_inventories(self._fleet, admitted)
                 await self._await_leases(admitted)
-                self._coordinator.require_lead()
+                self._fleet.require_lead()
                 self._led = True
                 return admitted
             except IncarnationHigherError as error:
@@ -141,7 +141,7 @@ class Membership:
             self._give_up(node)
         last = max((self._heard.get(node, self._began) for node in away), default=0.0)
         # Longer than any lease.
-        seconds = last + self._coordinator.timing.node_timeout - time.monotonic()
+        seconds = last + self._fleet.timing.node_timeout - time.monotonic()
         if self._state.record.incarnation and seconds > 0:
             names = ", ".join(away)
             text = f"waiting {seconds:.0f} s for the end of any lease on {names}"
@@ -157,7 +157,7 @@ class Membership:
         lost, spares = seats.lost(admitted), seats.substitutes(admitted)
         for node in [node for node in lost if node not in seats.aside]:
             self._give_up(node)
-            self._coordinator.observers.emit(NodeLostEvent(node=node), f"node {node} is lost")
+            self._fleet.observers.emit(NodeLostEvent(node=node), f"node {node} is lost")
         if len(spares) < len(lost):
             raise self._no_spare(lost, admitted, len(lost) - len(spares))
         stripes = self._stripes({a.members for i in admitted.values() for a in i.arenas})
@@ -189,7 +189,7 @@ class Membership:
 
     def active_without(self, node: str) -> list[str]:
         """The nodes that would train next if ``node`` were evacuated; there must be a spare."""
-        cycle, free = self._coordinator.cycle, set(self.free_spares())
+        cycle, free = self._pump.cycle, set(self.free_spares())
         members = {stripe.members for stripe in cycle.stripes} if cycle is not None else set()
         spares = [name for name in self._launcher.nodes() if name in free]
         chosen = self.seats.replacements([node], spares, self._stripes(members))
@@ -255,7 +255,7 @@ class Membership:
 
     def free_spares(self) -> list[str]:
         """Nodes that answer and could take the place of another one."""
-        return self.seats.free(self._coordinator.links)
+        return self.seats.free(self._fleet.links)
 
     def spares_gone(self) -> bool:
         """True if the job had spares and none is left to replace the next node that is lost."""
@@ -298,17 +298,17 @@ class Membership:
 
     async def _replace_smp(self, node: str) -> str:
         """Have a new SMP adopt the arenas of a node; why that cannot be, or an empty string."""
-        self._coordinator.disconnect(node)
+        self._fleet.disconnect(node)
         try:
             endpoint = await self.smps.ensure(node)
         except ControlPlaneError as error:
             return "" if self.without([node]) else str(error)
         self._emit("smp_restarted", f"the SMP of {node} died; a new one took its arenas", node)
-        self._coordinator.connect(node, endpoint)
-        if self._coordinator.cycle is None:
+        self._fleet.connect(node, endpoint)
+        if self._pump.cycle is None:
             return f"the SMP of {node} died before training"
-        await self._coordinator.refresh()
-        self._coordinator.smp_restarted(node)
+        await self._fleet.refresh()
+        self._pump.smp_restarted(node)
         return ""
 
     def without(self, nodes: Sequence[str]) -> bool:
@@ -338,37 +338,37 @@ class Membership:
 
         StaleIncarnationError when somebody else leads the job.
         """
-        coordinator = self._coordinator
+        fleet = self._fleet
         while True:
-            await coordinator.silent.wait()
-            if (error := coordinator.take_failure()) is not None:
+            await fleet.alarm.wait()
+            if (error := fleet.take_failure()) is not None:
                 log.error("the coordinator failed", exc_info=error)
                 text = f"the coordinator failed: {error!r}"
                 self._emit("coordinator_failed", text, "")
                 return Interrupted(text, error=type(error))
-            coordinator.require_lead()
+            fleet.require_lead()
             lost = self.silent()
             if lost and not self.without(lost):
                 text = f"no heartbeat from {', '.join(lost)}"
                 self._emit("silent", text, lost[0])
-                return NodeLost(text, lost[0], idle=coordinator.timing.node_timeout)
+                return NodeLost(text, lost[0], idle=fleet.timing.node_timeout)
 
     def silent(self) -> list[str]:
         """Nodes without a heartbeat whose SMP is not known to have ended."""
-        nodes = self._coordinator.silent_nodes(list(self._coordinator.links))
+        nodes = self._fleet.silent_nodes(list(self._fleet.links))
         return [node for node in nodes if self.smps.alive(node)]
 
     async def _reachable(self) -> list[str]:
         """Nodes whose SMP runs, started where it does not; their links are connected."""
         nodes = self._launcher.nodes()
         there = await self._connect_all(nodes)
-        self._coordinator.forget_silence()
+        self._fleet.forget_silence()
         quiet = await self._quiet(self._heard)
         return [n for n in itertools.compress(nodes, there) if n not in quiet]
 
     async def answering(self, nodes: Collection[str]) -> list[str]:
         """Those of these nodes whose SMP answers; it is started where none runs."""
-        links = self._coordinator.links
+        links = self._fleet.links
         with suppress(SchedulerAwayError):
             await self._connect_all([node for node in nodes if node not in links])
         quiet = await self._quiet(set(nodes) - set(self.active))
@@ -379,8 +379,8 @@ class Membership:
 
         A scheduler may count a lost node, and what ran there, as alive for minutes.
         """
-        linked = self._coordinator.links.keys() & set(doubtful)
-        quiet = linked & set(await self._coordinator.quiet_nodes()) if linked else set()
+        linked = self._fleet.links.keys() & set(doubtful)
+        quiet = linked & set(await self._fleet.quiet_nodes()) if linked else set()
         for node in quiet:
             self._give_up(node)
         return quiet
@@ -404,21 +404,21 @@ class Membership:
             raise
         except ControlPlaneError as error:
             # At the job's start a node that merely refuses is a mistake that the user can mend.
-            if self._coordinator.incarnation == 0 and not isinstance(error, NodeUnreachable):
+            if self._fleet.incarnation == 0 and not isinstance(error, NodeUnreachable):
                 raise MegatronFTError(str(error)) from error
             self._give_up(node)
             return False
-        link = self._coordinator.links.get(node)
+        link = self._fleet.links.get(node)
         if link is None or link.endpoint != endpoint:
-            self._coordinator.connect(node, endpoint)
+            self._fleet.connect(node, endpoint)
         return True
 
     def _give_up(self, node: str) -> None:
-        link = self._coordinator.links.get(node)
+        link = self._fleet.links.get(node)
         if link is not None:
             self._heard[node] = link.last_heard
-        self._coordinator.disconnect(node)
+        self._fleet.disconnect(node)
         self.smps.forget(node)
 
     def _emit(self, kind: str, text: str, node: str) -> None:
-        self._coordinator.observers.emit(kind, text, node=node)
+        self._fleet.observers.emit(kind, text, node=node)

@@ -10,9 +10,9 @@ from collections.abc import Collection
 from queue import Full, Queue
 
 from megatron_ft.core.errors import ConfigError
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.event_log import line_of
 from megatron_ft.supervisor.events import KINDS, JobEvent
+from megatron_ft.supervisor.fleet import Fleet
 
 log = logging.getLogger(__name__)
 
@@ -43,20 +43,18 @@ class Notifier:
     s is killed; with 100 events waiting, further ones are left out.  Both are logged.
     """
 
-    def __init__(
-        self, command: str, kinds: Collection[str], job: str, coordinator: Coordinator
-    ) -> None:
+    def __init__(self, command: str, kinds: Collection[str], job: str, fleet: Fleet) -> None:
         self._command, self._kinds, self._job = command, frozenset(kinds), job
-        self._coordinator = coordinator
+        self._fleet = fleet
         self._waiting: Queue[tuple[str, bytes] | None] = Queue(_MOST_WAITING)
         self._thread = threading.Thread(target=self._work, name="megatron-ft-notify", daemon=True)
         self._thread.start()
-        coordinator.observers.subscribe(self._notice)
+        fleet.observers.subscribe(self._notice)
 
     def _notice(self, event: JobEvent) -> None:
         if event.kind not in self._kinds:
             return
-        line = line_of(event, self._job, self._coordinator.incarnation)
+        line = line_of(event, self._job, self._fleet.incarnation)
         try:
             self._waiting.put_nowait((event.kind, line))
         except Full:

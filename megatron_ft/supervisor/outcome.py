@@ -75,10 +75,11 @@ class JobEnding:
 
     def __init__(self, job: JobContext, drains: Drains, emergency: EmergencyDrain) -> None:
         self.text = ""
-        self._spec, self._state, self._coordinator = job.spec, job.state, job.coordinator
+        self._spec, self._state = job.spec, job.state
+        self._fleet, self._standing = job.fleet, job.standing
         self._members, self._drains, self._emergency = job.members, drains, emergency
         self._said: dict[str, bool] = {}
-        job.coordinator.listen(self._note)
+        job.fleet.listen(self._note)
 
     def begin_incarnation(self) -> None:
         """Forget the words of earlier ranks."""
@@ -92,7 +93,7 @@ class JobEnding:
         """The end of this incarnation."""
         settings = self._spec.settings
         places = settings.drain_dir is not None or settings.keep_minutes > 0
-        holds = self._coordinator.standing.committed is not None and places
+        holds = self._standing.committed is not None and places
         return judge(self._said.values(), holds=holds, frees=self._spec.free_on_exit)
 
     async def carry_out(self, end: Outcome) -> Outcome:
@@ -101,7 +102,7 @@ class JobEnding:
             await self._settle()
             await self._retire("training finished; the memory is free again")
             return end
-        self.text = describe(end, self._coordinator.standing.committed)
+        self.text = describe(end, self._standing.committed)
         if await self._on_disk():
             self.text += " is on disk"
             end = Outcome.DRAINED if end is Outcome.UNKNOWN else end
@@ -114,7 +115,7 @@ class JobEnding:
 
     async def _on_disk(self) -> bool:
         """Drain the newest snapshot; False without a drain folder, or if it came to nothing."""
-        standing = self._coordinator.standing
+        standing = self._standing
         newest = standing.committed
         if newest is None or self._spec.settings.drain_dir is None:
             return False
@@ -134,9 +135,9 @@ class JobEnding:
 
         They refuse it where another supervisor leads the job by now.
         """
-        request = m.Retire(self._coordinator.incarnation, remove_arenas=True)
+        request = m.Retire(self._fleet.incarnation, remove_arenas=True)
         with suppress(MegatronFTError):
-            await self._coordinator.ask_all({node: request for node in self._coordinator.links})
+            await self._fleet.ask_all({node: request for node in self._fleet.links})
             self._state.update(smps={})
 
     async def _settle(self) -> None:
@@ -145,16 +146,16 @@ class JobEnding:
             await self._members.while_all_answer(self._drains.settle())
         except ControlPlaneError as error:
             text = f"the last drain is given up: {error}"
-            self._coordinator.observers.emit("drain_failed", text)
+            self._fleet.observers.emit("drain_failed", text)
 
     async def _retire(self, text: str, seconds: float = 0.0) -> None:
         """Free the memory of a job that has ended.  A node that does not answer spoils nothing."""
-        coordinator = self._coordinator
-        request = m.Retire(coordinator.incarnation, remove_arenas=True, seconds=seconds)
+        fleet = self._fleet
+        request = m.Retire(fleet.incarnation, remove_arenas=True, seconds=seconds)
         try:
-            await coordinator.ask_all({node: request for node in coordinator.links})
+            await fleet.ask_all({node: request for node in fleet.links})
         except MegatronFTError as error:
-            coordinator.observers.emit(
+            fleet.observers.emit(
                 "not_freed", f"memory may be left behind, `megatron-ft clean` frees it: {error}"
             )
-        coordinator.observers.emit("finished", text)
+        fleet.observers.emit("finished", text)

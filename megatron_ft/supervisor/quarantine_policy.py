@@ -18,9 +18,9 @@ from megatron_ft.core.errors import ControlPlaneError, StaleIncarnationError
 from megatron_ft.core.identity import Ancestor, on_lineage
 from megatron_ft.core.process_tools import in_thread
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.ends import Asked
 from megatron_ft.supervisor.job_state import JobState
+from megatron_ft.supervisor.snapshots import SnapshotPump
 
 DISK_TIMEOUT_SECONDS = 10.0
 """Longest that a recovery waits for the folder of the framework's own checkpoints."""
@@ -41,14 +41,17 @@ class QuarantinePolicy:
     """
 
     def __init__(
-        self, state: JobState, coordinator: Coordinator, near: int, directory: Path | None = None
+        self, state: JobState, pump: SnapshotPump, near: int, directory: Path | None = None
     ) -> None:
-        self._state, self._coordinator = state, coordinator
+        self._state, self._pump = state, pump
+        self._fleet, self._standing = pump.fleet, pump.standing
         self._ranks, self._near, self._directory = 0, near, directory
         self._start: Decision | None = None
         self._over_own = False
         self._restored: set[str] = set()
-        coordinator.listen(self._on_event)
+        self._rewind_before, self._rewind_asked = 0, asyncio.Event()
+        self._fleet.listen(self._on_event)
+        self._fleet.listen_answers(self._on_answer)
 
     @property
     def quarantine(self) -> Quarantine:
@@ -57,7 +60,8 @@ class QuarantinePolicy:
 
     def admitted(self) -> None:
         """Drop the events of the last incarnation: all nodes are in a new one."""
-        self._coordinator.forget_progress()
+        self._fleet.forget_progress()
+        self._rewind_asked.clear()
         self._restored.clear()
 
     async def begin(self, decision: Decision, lineage: tuple[Ancestor, ...], ranks: int) -> None:
@@ -67,7 +71,7 @@ class QuarantinePolicy:
         """
         self._start, self._ranks = decision, ranks
         self._state.update(quarantine=await self._begun_from(decision))
-        standing = self._coordinator.standing
+        standing = self._standing
         if standing.durable and not on_lineage(standing.durable.snapshot, lineage):
             # On disk there is only what was given up.
             standing.gives_up_checkpoint()
@@ -105,11 +109,11 @@ class QuarantinePolicy:
         if self._start is None or self._start.snapshot is None:
             return False
         # Nodes answer after their earlier events: who has loaded is known then.
-        await self._coordinator.refresh()
+        await self._fleet.refresh()
         if len(self._restored) < self._ranks:
             return False
         snapshot, iteration = self._start.snapshot, self._start.iteration
-        reached = max(self._coordinator.progress.values(), default=-1)
+        reached = max(self._fleet.progress.values(), default=-1)
         gained, before = max(0, reached - iteration), self.quarantine
         after = before.after_failure(snapshot, gained, self._near)
         if after.rejected != before.rejected:
@@ -119,7 +123,7 @@ class QuarantinePolicy:
             self._remember(after)
         if after.rejected == before.rejected:
             return False
-        self._coordinator.observers.emit(
+        self._fleet.observers.emit(
             "quarantined",
             f"training failed again {gained} iterations after snapshot {snapshot} (iteration "
             f"{iteration}): it is not used a third time",
@@ -130,21 +134,21 @@ class QuarantinePolicy:
 
     def rebuild_failed(self, corrupt: str) -> None:
         """A rebuild of the snapshot being restored found a shard (or none: "") corrupt."""
-        standing = self._coordinator.standing
+        standing = self._standing
         if corrupt and standing.restoring is not None:
             standing.damage.lose(corrupt, standing.restoring)
 
     async def until_rewind(self) -> Asked:
         """Wait until the user asks for a rewind, and carry it out."""
-        await self._coordinator.rewind_asked.wait()
+        await self._rewind_asked.wait()
         return Asked(self.rewind())
 
     def rewind(self) -> str:
         """Carry out the user's request; the reason why this incarnation ends, for people."""
-        before = self._coordinator.rewind_before
+        before = self._rewind_before
         self.give_up(before)
         text = f"rewinding to before iteration {before}"
-        self._coordinator.observers.emit("rewind", text, before=before)
+        self._fleet.observers.emit("rewind", text, before=before)
         return text
 
     def give_up(self, before: int) -> None:
@@ -153,11 +157,11 @@ class QuarantinePolicy:
 
     async def give_up_unequal(self, nodes: Collection[str]) -> None:
         """Give up what may have gone wrong with replicas that differ; ``nodes`` train."""
-        await self._coordinator.refresh()
-        standing = self._coordinator.standing
+        await self._fleet.refresh()
+        standing = self._standing
         held = set.intersection(*({one[:2] for one in standing.held.get(n, ())} for n in nodes))
         known = (standing.committed, standing.durable)
-        self.give_up(self._coordinator.replicas.undo(held | {one[:2] for one in known if one}))
+        self.give_up(self._pump.replicas.undo(held | {one[:2] for one in known if one}))
 
     async def newest_saved(self) -> int:
         """The newest iteration that the framework has saved itself; -1 for none, or if unknown."""
@@ -177,16 +181,21 @@ class QuarantinePolicy:
         except (asyncio.TimeoutError, OSError):
             return None
 
+    def _on_answer(self, answer: m.LeaseAnswer, before: object) -> None:
+        if answer.rewind is not None:
+            self._rewind_before = answer.rewind
+            self._rewind_asked.set()
+
     def _on_event(self, event: m.NodeEvent) -> None:
         body = event.body
         if isinstance(body, m.Restored):
             self._restored.add(body.shard_id)
         elif isinstance(body, m.CorruptShard):
-            self._coordinator.standing.damage.lose(body.shard_id, body.snapshot)
+            self._standing.damage.lose(body.shard_id, body.snapshot)
             text = f"{body.blocks} blocks of {body.shard_id} fail their digests; the shard counts "
-            self._coordinator.observers.emit("corrupt", text + "as lost")
+            self._fleet.observers.emit("corrupt", text + "as lost")
         elif isinstance(body, m.Rebuilt):
-            self._coordinator.standing.damage.mend(body.shard_id, body.snapshot)
+            self._standing.damage.mend(body.shard_id, body.snapshot)
 
     def _remember(self, quarantine: Quarantine) -> None:
         """Put a quarantine in force; if its note fails, until this supervisor ends."""
@@ -196,7 +205,7 @@ class QuarantinePolicy:
             raise
         except ControlPlaneError as error:
             self._state.keep(quarantine=quarantine)
-            self._coordinator.observers.emit("notes_unwritten", str(error))
+            self._fleet.observers.emit("notes_unwritten", str(error))
 
 
 def reason_against_own(quarantine: Quarantine, checkpoint: Path | None) -> str:

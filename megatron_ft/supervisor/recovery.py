@@ -48,7 +48,8 @@ class Recovery:
         health: Health,
     ) -> None:
         self._spec, self._state = job.spec, job.state
-        self._coordinator, self._members, self._world = job.coordinator, job.members, job.world
+        self._job, self._members, self._world = job, job.members, job.world
+        self._fleet, self._standing = job.fleet, job.standing
         self._disk, self._quarantine, self._health = disk, quarantine, health
 
     async def run(self, reached: int, survivors: LivingRanks) -> RestorePlan:
@@ -100,7 +101,7 @@ class Recovery:
         return decide(
             self._members.owned(admitted),
             shard_count=len(self._state.record.shards) or None,
-            corrupt=self._coordinator.standing.damage.lost,
+            corrupt=self._standing.damage.lost,
             quarantine=self._quarantine.quarantine,
             lineage=self._state.record.lineage,
         )
@@ -110,7 +111,7 @@ class Recovery:
         return decide(
             self._members.owned_sources(admitted),
             shard_count=len(self._state.record.sources),
-            corrupt=self._coordinator.standing.damage.lost,
+            corrupt=self._standing.damage.lost,
             quarantine=self._quarantine.quarantine,
             lineage=self._state.record.lineage,
         )
@@ -120,7 +121,7 @@ class Recovery:
         arenas = [holding.arena for holding in decision.holdings.values()]
         newest = max(arenas, key=lambda arena: arena.incarnation, default=None)
         older = () if newest is None else newest.lineage
-        return extend(older, self._coordinator.incarnation, decision.snapshot)
+        return extend(older, self._fleet.incarnation, decision.snapshot)
 
     async def carry_out(self, plan: RestorePlan, admitted: Inventories) -> RestorePlan:
         """Bring what the plan restores into the arenas of its nodes, commit it, let trainers in.
@@ -137,14 +138,14 @@ class Recovery:
 
         The job's nodes are those that train from now on.
         """
-        spec, coordinator, members = self._spec, self._coordinator, self._members
+        spec, fleet, members = self._spec, self._fleet, self._members
         memory, sources = self._from_memory(admitted)
         self._state.update(
-            incarnation=coordinator.incarnation,
+            incarnation=fleet.incarnation,
             active=members.seats.active,
             nodes=spec.nodes,
         )
-        hung = bool(coordinator.hanging)
+        hung = bool(fleet.hanging)
         choice = await self._disk.look(memory, self._state.record, hung=hung)
         if sources == "return" and choice.taken is not None:
             memory, sources = NOTHING, "drop"
@@ -164,7 +165,7 @@ class Recovery:
             decision=decision,
             places=dict(self._state.record.sources) if reshaped else places,
             active=members.seats.active,
-            incarnation=coordinator.incarnation,
+            incarnation=fleet.incarnation,
             lineage=lineage,
             slots=present_slots(decision),
             disk=source,
@@ -192,13 +193,13 @@ class Recovery:
         self, memory: Decision, choice: Choice
     ) -> tuple[Decision, DiskSource | None, tuple[Ancestor, ...]]:
         """The decision, the checkpoint of which shards are loaded, and the new lineage."""
-        taken, standing = choice.taken, self._coordinator.standing
+        taken, standing = choice.taken, self._standing
         if choice.kept is not None:
             # It may be of an earlier supervisor.
             manifest = choice.kept.manifest
             standing.drains(manifest.snapshot, manifest.iteration)
         if taken is not None:
-            damaged = self._coordinator.standing.damage.lost
+            damaged = self._standing.damage.lost
             members = self._members
             decision, source = self._disk.decision(
                 taken, memory, members.active, members.seats.scheme, damaged
@@ -206,7 +207,7 @@ class Recovery:
             older = lineage_before(taken, self._state.record)
             self._state.update(shards=taken.seats)
             standing.drains(taken.manifest.snapshot, decision.iteration)
-            return decision, source, extend(older, self._coordinator.incarnation, decision.snapshot)
+            return decision, source, extend(older, self._fleet.incarnation, decision.snapshot)
         if memory.snapshot is None:
             if self._state.record.committed:
                 self._accept_loss("; ".join([memory.explanation, *choice.reasons]))
@@ -219,7 +220,7 @@ class Recovery:
 
         UnrecoverableError if not: neither memory nor what was drained can serve.
         """
-        spec, emit = self._spec, self._coordinator.observers.emit
+        spec, emit = self._spec, self._fleet.observers.emit
         checkpoint = newest_checkpoint(spec.checkpoint_dir)
         unwanted = reason_against_own(self._quarantine.quarantine, checkpoint)
         if unwanted:
@@ -258,12 +259,12 @@ class Recovery:
             lost=plan.lost(),
             iterations_lost=lost,
         )
-        self._coordinator.observers.emit(event, text)
+        self._fleet.observers.emit(event, text)
 
     async def _carry_out(self, plan: RestorePlan, admitted: Sequence[str]) -> RestorePlan:
-        coordinator, snapshot = self._coordinator, plan.decision.snapshot
-        coordinator.standing.restores(snapshot)
-        await coordinator.ask_all({node: plan.adoption(node) for node in admitted})
+        fleet, standing, snapshot = self._fleet, self._standing, plan.decision.snapshot
+        standing.restores(snapshot)
+        await fleet.ask_all({node: plan.adoption(node) for node in admitted})
         if plan.sources == "return" and not plan.reshaped:
             self._members.returned()
         reach("recovery.adopted")
@@ -274,13 +275,13 @@ class Recovery:
             level = "protected" if plan.decision.protected else "local"
             commit = m.Commit(plan.incarnation, snapshot, level)
             reach("recovery.committing")
-            await coordinator.ask_all({node: commit for node in plan.nodes})
-            coordinator.standing.commits(snapshot, plan.decision.iteration, level)
+            await fleet.ask_all({node: commit for node in plan.nodes})
+            standing.commits(snapshot, plan.decision.iteration, level)
         ready = m.RestoreReady(
             plan.incarnation, snapshot, plan.origins(), plan.reshaped, plan.decision.iteration
         )
-        await coordinator.ask_all({node: ready for node in plan.active})
-        coordinator.standing.resumes(plan.decision.iteration if snapshot is not None else -1)
+        await fleet.ask_all({node: ready for node in plan.active})
+        standing.resumes(plan.decision.iteration if snapshot is not None else -1)
         if snapshot is not None:
             reach("recovery.ready")
         return plan
@@ -290,20 +291,20 @@ class Recovery:
         if plan.reshaped:
             return SlotChoice(USUAL)
         stripes, spares = plan.decision.stripes, self._members.free_spares()
-        return await choose_slots(self._coordinator, self._spec, stripes, plan.places, spares)
+        return await choose_slots(self._fleet, self._spec, stripes, plan.places, spares)
 
     async def _bring_back(self, plan: RestorePlan, snapshot: SnapshotId) -> None:
         """Rebuild lost shards from parity, and load those that come from disk."""
-        coordinator, disk = self._coordinator, plan.disk
+        fleet, disk = self._fleet, plan.disk
         if plan.decision.lost:
-            await make_targets(coordinator, plan, plan.lost())
+            await make_targets(fleet, plan, plan.lost())
             self._world.start(plan.nodes)
-            await coordinator.encoders.ready()
-            await rebuild(coordinator, plan, snapshot)
+            await self._job.encoders.ready()
+            await rebuild(self._job, plan, snapshot)
         if disk is not None:
-            await make_targets(coordinator, plan, disk.shards)
+            await make_targets(fleet, plan, disk.shards)
             iteration, shards = plan.decision.iteration, shards_by_node(disk.shards, plan.places)
-            await coordinator.ask_all(
+            await fleet.ask_all(
                 {
                     node: m.Load(plan.incarnation, snapshot, iteration, tuple(found))
                     for node, found in shards.items()

@@ -47,7 +47,8 @@ class NoSparePolicy:
     ) -> None:
         self.way, self.in_vain = STOP, False
         self._spec, self._state, self._members = job.spec, job.state, job.members
-        self._coordinator, self._quarantine, self._hosts = job.coordinator, quarantine, hosts
+        self._fleet, self._standing = job.fleet, job.standing
+        self._quarantine, self._hosts = quarantine, hosts
         self._unasked, self._began = isinstance(hosts, ReturningHosts), time.monotonic()
 
     def recovered(self) -> None:
@@ -70,7 +71,7 @@ class NoSparePolicy:
         ways = cost.alternatives(figures)
         best = cost.cheapest(ways)
         self.way = best.way if best is not None and best.way in (SHRINK, HOLD) else STOP
-        self._coordinator.observers.emit(
+        self._fleet.observers.emit(
             "decided",
             describe(ways, figures.fewer, estimates),
             way=None if best is None else best.way,
@@ -118,7 +119,7 @@ class NoSparePolicy:
         }
         if not settings.queue_seconds:
             refused[cost.REQUEUE] = "nothing starts it again"
-        committed = self._coordinator.standing.committed
+        committed = self._standing.committed
         again = 0 if drains or committed is None else max(0, committed.iteration - saved)
         return cost.Figures(
             nodes=len(seats.active),
@@ -128,7 +129,7 @@ class NoSparePolicy:
             seconds={name: one.seconds for name, one in estimates.items()},
             grows=settings.grow != "off" and self._unasked,
             hold_limit=0.0 if hosts is None else hosts.seconds,
-            redone=again * self._coordinator.pulses.iteration_seconds,
+            redone=again * self._fleet.heartbeats.iteration_seconds,
             refused=refused,
         )
 

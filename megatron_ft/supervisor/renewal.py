@@ -21,7 +21,6 @@ from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.erasure.stripes import padded_bytes
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.connections import ARENA_TIMEOUT_SECONDS
 from megatron_ft.supervisor.cycle import SnapshotCycle
 from megatron_ft.supervisor.drains import Drains
 from megatron_ft.supervisor.ends import ArenaRemoved
@@ -34,6 +33,7 @@ from megatron_ft.supervisor.orders import (
 )
 from megatron_ft.supervisor.registration import Registration
 from megatron_ft.supervisor.restore import RestorePlan, make_arenas
+from megatron_ft.supervisor.smp_link import ARENA_TIMEOUT_SECONDS
 from megatron_ft.supervisor.standing import Committed
 
 LOOK_SECONDS = 0.05
@@ -93,15 +93,15 @@ class ArenaRenewal:
         while True:
             await self._asked.wait()
             self._asked.clear()
-            cycle, larger = self.job.coordinator.cycle, enlarged(self.stripes, self._wanted)
+            cycle, larger = self.job.pump.cycle, enlarged(self.stripes, self._wanted)
             if cycle is None or larger == self.stripes:
                 continue
-            self.job.coordinator.hold_for_renewal(holding=True)
+            self.job.pump.hold_for_renewal(holding=True)
             while not cycle.ready:
                 await asyncio.sleep(LOOK_SECONDS)
             if self._may_begin():
                 await self._renew(cycle, larger)
-            self.job.coordinator.hold_for_renewal(holding=False)
+            self.job.pump.hold_for_renewal(holding=False)
 
     def _warn_of(self, unattached: m.Unattached) -> None:
         """Say once for each reason why no snapshots are taken."""
@@ -109,7 +109,7 @@ class ArenaRenewal:
         if self._unattached.get(shard) == reason:
             return
         self._unattached[shard] = reason
-        self.job.coordinator.observers.emit(
+        self.job.fleet.observers.emit(
             "not_attached",
             f"{shard} cannot use its larger arena ({reason}): no rank's snapshots are taken until "
             f"it can. Training continues, and the newest snapshot stays. It is tried again every "
@@ -123,12 +123,12 @@ class ArenaRenewal:
 
         A rank asks again with each snapshot that is given up for want of room.
         """
-        since = self.job.coordinator.standing.committed != self._renewed_at
+        since = self.job.standing.committed != self._renewed_at
         return not (self.job.state.record.sources and since)
 
     async def _renew(self, cycle: SnapshotCycle, stripes: tuple[StripeState, ...]) -> None:
         """Replace all arenas, or leave them as they are if there is no memory for others."""
-        plan, places, coordinator = self.plan, cycle.places, self.job.coordinator
+        plan, places, fleet = self.plan, cycle.places, self.job.fleet
         keep = self._keep()
         try:
             asked = await self._fitting(stripes, places, keep)
@@ -139,7 +139,7 @@ class ArenaRenewal:
         await self._ask({node: m.SetAside(plan.incarnation, keep) for node in cycle.nodes})
         reach("renewal.aside")
         try:
-            await make_arenas(coordinator, asked, places)
+            await make_arenas(fleet, asked, places)
         except NoRoomError as error:
             await self._return(cycle)
             return self._refuse(str(error))
@@ -147,17 +147,17 @@ class ArenaRenewal:
         self._note(stripes, cycle)
         await self._move(cycle)
         text = f"{', '.join(sorted(self._wanted))} had outgrown their arenas: larger ones are made"
-        coordinator.observers.emit("renewed", f"{text}, and snapshots continue")
+        fleet.observers.emit("renewed", f"{text}, and snapshots continue")
         self._told = ""
 
     def _keep(self) -> tuple[SnapshotId, ...]:
         """The snapshots that a crash of trainers, and the loss of a node, would fall back to."""
-        known = (self.job.coordinator.standing.committed, self.job.coordinator.standing.protected)
+        known = (self.job.standing.committed, self.job.standing.protected)
         return tuple({one[0] for one in known if one is not None})
 
     async def _ask(self, requests: Mapping[str, m.Message]) -> None:
         """As ``Connections.ask_all``, for what may take long."""
-        links = self.job.coordinator.links
+        links = self.job.fleet.links
         await asyncio.gather(
             *(links[node].demand(one, ARENA_TIMEOUT_SECONDS) for node, one in requests.items())
         )
@@ -197,12 +197,12 @@ class ArenaRenewal:
         if reason != self._told:
             text = "a state has outgrown its arena, and larger ones do not fit: its newest snapshot"
             text += f" stays, and none is taken; training continues. {reason}"
-            self.job.coordinator.observers.emit("no_room", text)
+            self.job.fleet.observers.emit("no_room", text)
         self._told = reason
 
     def _note(self, stripes: tuple[StripeState, ...], cycle: SnapshotCycle) -> None:
         """Have everything that is planned from here on be of the new arenas."""
-        self.stripes, self._renewed_at = stripes, self.job.coordinator.standing.committed
+        self.stripes, self._renewed_at = stripes, self.job.standing.committed
         layouts = self.registration.layouts
         for shard, size in self._wanted.items():
             layouts[shard] = msgspec.structs.replace(layouts[shard], required_bytes=size)
@@ -213,7 +213,7 @@ class ArenaRenewal:
 
     async def _return(self, cycle: SnapshotCycle) -> None:
         """Make the sources arenas again."""
-        plan, committed = self.plan, self.job.coordinator.standing.committed
+        plan, committed = self.plan, self.job.standing.committed
         newest = None if committed is None else committed.snapshot
         kept = shards_by_node(cycle.places, cycle.places)
         await self._ask(
@@ -265,20 +265,30 @@ async def until_arena_missing(job: JobContext, nodes: Sequence[str]) -> ArenaRem
     trainers hold the better state.  The decision waits for a while, as what removes files on
     one node may be about to remove them on others.
     """
-    coordinator = job.coordinator
-    coordinator.forget_missing()  # of earlier incarnations: this one has made new arenas
-    while True:
-        await coordinator.arena_missing.wait()
-        reached = max(coordinator.progress.values(), default=-1)
-        await coordinator.settle_missing()
-        serves, cycle = coordinator.fallbacks().crash, coordinator.cycle
-        most = 0 if cycle is None else MOST_INTERVALS * cycle.schedule.spacing
-        found = "nothing" if serves is None else f"only iteration {serves.iteration}"
-        for node in nodes:
-            if not (text := coordinator.missing.get(node)):
-                continue
-            if serves is not None and reached - serves.iteration <= most:
-                return ArenaRemoved(f"{node}: {text}", node)
-            then = f"memory serves {found} without it, and no snapshot is taken before "
-            then += "trainers start again: training continues"
-            job.emit("damaged", f"{node}: {text}; {then}", node=node)
+    fleet, pump, missing = job.fleet, job.pump, dict[str, str]()
+    gone = asyncio.Event()
+
+    def note(answer: m.LeaseAnswer, before: object) -> None:
+        if answer.missing and not missing.get(answer.node):
+            gone.set()
+        missing[answer.node] = answer.missing
+
+    with fleet.listening_answers(note):
+        while True:
+            await gone.wait()
+            reached = max(fleet.progress.values(), default=-1)
+            # Whatever removes arenas on one node is likely to have done so on all by then.
+            await asyncio.sleep(fleet.timing.node_timeout)
+            await fleet.refresh()
+            gone.clear()
+            serves, cycle = pump.fallbacks().crash, pump.cycle
+            most = 0 if cycle is None else MOST_INTERVALS * cycle.schedule.spacing
+            found = "nothing" if serves is None else f"only iteration {serves.iteration}"
+            for node in nodes:
+                if not (text := missing.get(node)):
+                    continue
+                if serves is not None and reached - serves.iteration <= most:
+                    return ArenaRemoved(f"{node}: {text}", node)
+                then = f"memory serves {found} without it, and no snapshot is taken before "
+                then += "trainers start again: training continues"
+                job.emit("damaged", f"{node}: {text}; {then}", node=node)

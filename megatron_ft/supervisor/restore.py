@@ -19,8 +19,9 @@ from megatron_ft.core.errors import LayoutMismatchError, MegatronFTError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.disk_restore import DiskSource
+from megatron_ft.supervisor.fleet import Fleet
+from megatron_ft.supervisor.job_context import JobContext
 from megatron_ft.supervisor.orders import (
     create_requests,
     orders_by_node,
@@ -108,41 +109,41 @@ class RestorePlan:
 
 
 async def make_arenas(
-    coordinator: Coordinator, requests: Mapping[str, m.CreateArena], places: Mapping[str, str]
+    fleet: Fleet, requests: Mapping[str, m.CreateArena], places: Mapping[str, str]
 ) -> None:
     """Make or check these shards' arenas, on all nodes at once and one by one on each."""
 
     async def make(node: str, shards: Sequence[str]) -> None:
         for shard_id in shards:
-            await coordinator.links[node].make_arena(requests[shard_id])
+            await fleet.links[node].make_arena(requests[shard_id])
 
     by_node = shards_by_node(requests, places)
     await asyncio.gather(*(make(node, shards) for node, shards in by_node.items()))
 
 
-async def make_targets(coordinator: Coordinator, plan: RestorePlan, shards: Sequence[str]) -> None:
+async def make_targets(fleet: Fleet, plan: RestorePlan, shards: Sequence[str]) -> None:
     """Arenas for shards that are brought back, where their node has none yet."""
     stripes = plan.decision.stripes
     requests = create_requests(stripes, plan.incarnation, plan.lineage, plan.slots.count)
-    await make_arenas(coordinator, {shard: requests[shard] for shard in shards}, plan.places)
+    await make_arenas(fleet, {shard: requests[shard] for shard in shards}, plan.places)
 
 
-async def rebuild(coordinator: Coordinator, plan: RestorePlan, snapshot: SnapshotId) -> None:
+async def rebuild(job: JobContext, plan: RestorePlan, snapshot: SnapshotId) -> None:
     """Rebuild lost shards from parity by the encoders; RebuildError if one cannot."""
     orders = stripe_orders(plan.decision.stripes, plan.places, plan.nodes, plan.decision.lost)
     parts = orders_by_node(orders, plan.places)
     iteration = plan.decision.iteration
     requests = {
         node: m.Rebuild(
-            plan.incarnation, snapshot, iteration, coordinator.encoders.name, parts.get(node, ())
+            plan.incarnation, snapshot, iteration, job.encoders.name, parts.get(node, ())
         )
         for node in plan.nodes
     }
     started = time.monotonic()
-    reports = await shards_made(coordinator, requests, snapshot, plan.lost(), "rebuild")
+    reports = await shards_made(job, requests, snapshot, plan.lost(), "rebuild")
     seconds = time.monotonic() - started
     decoded = sum(report.record.used_bytes for report in reports)
-    coordinator.observers.emit(
+    job.emit(
         "rebuilt",
         f"{len(reports)} lost shards rebuilt from parity in {seconds:.2f} s "
         f"({decoded / (1 << 20):.0f} MiB)",
@@ -152,7 +153,7 @@ async def rebuild(coordinator: Coordinator, plan: RestorePlan, snapshot: Snapsho
 
 
 async def shards_made(
-    coordinator: Coordinator,
+    job: JobContext,
     requests: Mapping[str, m.Message],
     snapshot: SnapshotId,
     shards: Iterable[str],
@@ -173,7 +174,7 @@ async def shards_made(
     def on_event(event: m.NodeEvent) -> None:
         body = event.body
         # Late events of the encoders before these say nothing of them.
-        world = coordinator.encoders.name
+        world = job.encoders.name
         if isinstance(body, m.Rebuilt | m.Reshaped) and body.record.snapshot == snapshot:
             missing.discard(body.record.shard_id)
             reports.append(body)
@@ -188,52 +189,50 @@ async def shards_made(
             asyncio.get_running_loop().call_later(1.0, fail, RebuildError(reason))
 
     try:
-        with coordinator.listening(on_event):
-            await coordinator.ask_all(requests)
+        with job.fleet.listening(on_event):
+            await job.fleet.ask_all(requests)
             await asyncio.wait_for(done, REBUILD_TIMEOUT_SECONDS)
     except asyncio.TimeoutError as error:
         raise RebuildError(f"no end of the {work} of {', '.join(sorted(missing))}") from error
     return reports
 
 
-async def make_sources(coordinator: Coordinator, plan: RestorePlan) -> None:
+async def make_sources(fleet: Fleet, plan: RestorePlan) -> None:
     """Make room on all nodes for arenas of the new layout beside those of the old one."""
     assert plan.decision.snapshot is not None, "there is something to reshape"
     request = m.MakeSources(plan.incarnation, plan.decision.snapshot)
-    await coordinator.ask_all({node: request for node in plan.nodes})
+    await fleet.ask_all({node: request for node in plan.nodes})
     reach("reshape.sources")
 
 
-async def return_sources(coordinator: Coordinator, plan: RestorePlan) -> None:
+async def return_sources(fleet: Fleet, plan: RestorePlan) -> None:
     """Make the sources arenas again after a refusal, so that commands find the snapshot in them.
 
     Where that fails the next recovery does it.
     """
     with suppress(MegatronFTError):
-        await coordinator.ask_all({node: plan.adoption(node) for node in plan.nodes})
+        await fleet.ask_all({node: plan.adoption(node) for node in plan.nodes})
 
 
-async def reshape(coordinator: Coordinator, plan: RestorePlan, places: Mapping[str, str]) -> None:
+async def reshape(job: JobContext, plan: RestorePlan, places: Mapping[str, str]) -> None:
     """Fill the new arenas of ``places`` (shard to node) from the plan's snapshot; commit that.
 
     RebuildError if an encoder fails; LayoutMismatchError if the snapshot does not hold what the
     new layout needs: it is of another model.
     """
-    await coordinator.encoders.ready()
+    await job.encoders.ready()
     source, iteration = plan.decision.snapshot, plan.decision.iteration
     assert source is not None, "there is something to reshape"
     # Before the first one that is captured; see SnapshotCycle.
     snapshot, started = SnapshotId(plan.incarnation, 0), time.monotonic()
     ranks = {shard: plan.nodes.index(node) for shard, node in plan.places.items()}
-    request = m.Reshape(
-        plan.incarnation, snapshot, iteration, coordinator.encoders.name, source, ranks
-    )
+    request = m.Reshape(plan.incarnation, snapshot, iteration, job.encoders.name, source, ranks)
     requests: dict[str, m.Message] = {node: request for node in plan.nodes}
-    reports = await shards_made(coordinator, requests, snapshot, places, "reshape")
+    reports = await shards_made(job, requests, snapshot, places, "reshape")
     reach("reshape.filled")
     commit = m.Commit(plan.incarnation, snapshot, "local")
-    await coordinator.ask_all({node: commit for node in plan.active})
-    coordinator.standing.commits(snapshot, iteration, "local")
+    await job.fleet.ask_all({node: commit for node in plan.active})
+    job.standing.commits(snapshot, iteration, "local")
     made = [report for report in reports if isinstance(report, m.Reshaped)]
     needed = sum(report.bytes_needed for report in made)
     received = sum(report.bytes_received for report in made)
@@ -242,7 +241,7 @@ async def reshape(coordinator: Coordinator, plan: RestorePlan, places: Mapping[s
     measured = {} if None in counts else {"storage_bytes_read": stored}
     from_disk = f"{stored} bytes were" if stored else "nothing was"
     seconds = time.monotonic() - started
-    coordinator.observers.emit(
+    job.emit(
         "reshaped",
         f"iteration {iteration}: {len(plan.places)} shards reshaped to {len(places)} in "
         f"{seconds:.2f} s ({needed / (1 << 20):.0f} MiB, {received / (1 << 20):.0f} MiB between "

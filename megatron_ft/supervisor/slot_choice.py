@@ -14,7 +14,7 @@ from megatron_ft.arena.limits import format_bytes
 from megatron_ft.checkpoint.decide import Decision, StripeState
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.fleet import Fleet
 from megatron_ft.supervisor.orders import bytes_by_node, create_requests
 from megatron_ft.supervisor.spec import JobSpec
 
@@ -36,7 +36,7 @@ def present_slots(decision: Decision) -> SlotChoice:
 
 
 async def choose_slots(
-    coordinator: Coordinator,
+    fleet: Fleet,
     spec: JobSpec,
     stripes: Sequence[StripeState],
     places: Mapping[str, str],
@@ -50,9 +50,9 @@ async def choose_slots(
     if given or spec.settings.drain_dir is None:
         return SlotChoice(given or USUAL, "with --slots 3 snapshots continue")
     needs = bytes_by_node(create_requests(stripes, 1, (), BESIDE_DRAINS + 1), places)
-    asked = m.RoomRequest(coordinator.incarnation)
+    asked = m.RoomRequest(fleet.incarnation)
     try:
-        rooms = await coordinator.ask_all(dict.fromkeys({*needs, *spares}, asked))
+        rooms = await fleet.ask_all(dict.fromkeys({*needs, *spares}, asked))
     except ControlPlaneError as error:
         return SlotChoice(USUAL, f"the free memory is not known ({error})")
     reason = too_small(needs, rooms)

@@ -49,13 +49,9 @@ class Standing:
         self.damage = damage
         self._judged: tuple[Any, Exposure] | None = None
 
-    def begin_incarnation(self) -> None:
-        """Forget what the last incarnation has resumed from; what it committed stays."""
-        self.resumed_from = None
-
     def restores(self, snapshot: SnapshotId | None) -> None:
         """Record what this incarnation is about to restore, None for nothing."""
-        self.restoring = snapshot
+        self.restoring, self.resumed_from = snapshot, None
 
     def resumes(self, iteration: int) -> None:
         """Record the iteration that training resumes from, -1 for a start from nothing."""

@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.events import JobEvent
+from megatron_ft.supervisor.snapshots import SnapshotPump
 
 
 class JobSummary:
     """One JSON object, made anew by each call of ``view``; ``reports`` add members to it."""
 
-    def __init__(self, coordinator: Coordinator, *reports: Callable[[], Mapping[str, Any]]) -> None:
-        self._coordinator, self._reports = coordinator, reports
+    def __init__(self, pump: SnapshotPump, *reports: Callable[[], Mapping[str, Any]]) -> None:
+        self._pump, self._reports = pump, reports
         self._late_ranks = ""
-        coordinator.observers.subscribe(self._note_late_ranks)
+        pump.fleet.observers.subscribe(self._note_late_ranks)
 
     def view(self) -> dict[str, Any]:
         """The job as its supervisor sees it now."""
-        of, cycle = self._coordinator, self._coordinator.cycle
+        of, fleet, cycle = self._pump, self._pump.fleet, self._pump.cycle
         stripe_map = None if cycle is None else cycle.stripe_map
         exposure = {} if stripe_map is None else of.standing.exposure(stripe_map).report
-        idle = set() if cycle is None else of.links.keys() - cycle.nodes
+        idle = set() if cycle is None else fleet.links.keys() - cycle.nodes
         view = {
-            "incarnation": of.incarnation,
+            "incarnation": fleet.incarnation,
             "encoders": "up" if of.encoders.usable else "down",
             "paused": of.paused,
             "held": of.pinned,
@@ -34,10 +34,10 @@ class JobSummary:
             "unregistered": self._late_ranks,
             "given_up": of.given_up[0],
             "given_up_reason": of.given_up[1],
-            "moves": of.moves,
-            "nodes": sorted(of.links),
+            "moves": fleet.evacuations.moves,
+            "nodes": sorted(fleet.links),
             "idle": sorted(idle),
-            "iteration": max(of.progress.values(), default=-1),
+            "iteration": max(fleet.progress.values(), default=-1),
             **of.standing.report(stripe_map),
             **exposure,
         }
@@ -46,7 +46,7 @@ class JobSummary:
         return view
 
     def _skipping_for(self) -> str:
-        of = self._coordinator
+        of = self._pump
         if of.renewing:
             return "larger arenas"
         if of.unmade:
@@ -55,9 +55,9 @@ class JobSummary:
 
     def _waits_until(self) -> int | None:
         """The iteration up to which snapshots wait because they make iterations late."""
-        cycle = self._coordinator.cycle
+        cycle = self._pump.cycle
         until = 0 if cycle is None else cycle.schedule.debt.until
-        passed = cycle is None or max(self._coordinator.fastest(cycle), 0) >= until
+        passed = cycle is None or max(self._pump.fastest(cycle), 0) >= until
         return None if passed else until
 
     def _note_late_ranks(self, event: JobEvent) -> None:

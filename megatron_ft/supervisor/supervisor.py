@@ -1,6 +1,6 @@
 """Supervisor of one job, from its first start to its end: incarnations, and failures between.
 
-It starts processes and decides who replaces whom; the coordinator inside it talks to the SMPs.
+It starts processes and decides who replaces whom; its Fleet talks to the SMPs.
 When it is killed, SMPs and arenas stay, and the same command run again takes them over.
 
 When nodes are lost and no spare is left, it drains memory at once.  Then the job continues with
@@ -95,11 +95,12 @@ class Supervisor:
     ) -> None:
         self.spec, self.state, self._launcher, self._hosts = spec, state, launcher, hosts
         self._job = job = JobContext.of(spec, launcher, state)
-        self.observers, self.coordinator, self.members = job.observers, job.coordinator, job.members
+        self.observers, self.members = job.observers, job.members
+        self.fleet, self.pump, self.standing = job.fleet, job.pump, job.standing
         self.trainers, self.world = job.trainers, job.world
         self.drains, self._disk = Drains(job), DiskRestores(spec, launcher)
         near = spec.settings.quarantine_iterations
-        self._quarantine = QuarantinePolicy(state, job.coordinator, near, spec.checkpoint_dir)
+        self._quarantine = QuarantinePolicy(state, job.pump, near, spec.checkpoint_dir)
         self.health = Health(job)
         self._recovery = Recovery(job, self._disk, self._quarantine, self.health)
         self._policy = NoSparePolicy(job, self._quarantine, hosts)
@@ -110,13 +111,13 @@ class Supervisor:
             self.observers,
         )
         self.evacuations = Evacuations(job, self.health)
-        self._watch = JobWatch(job.coordinator, spec.settings, spec.log_dir)
+        self._watch = JobWatch(job.fleet, spec.settings, spec.log_dir)
         self._evidence = EvidenceKeeper(job)
         self.ending = JobEnding(job, self.drains, self._emergency)
-        job.coordinator.listen(self._pacing.on_event)
+        job.fleet.listen(self._pacing.on_event)
         self.observers.subscribe(self._note_commit)
         self.summary = JobSummary(
-            self.coordinator,
+            job.pump,
             lambda: {"spares": sorted(self.members.free_spares()), "watch": self._watch.report},
             self.drains.report,
         )
@@ -177,7 +178,7 @@ class Supervisor:
             if not (retired or end is Outcome.UNKNOWN or self.state.record.committed):
                 await self.ending.leave_nothing()
             await self._put_status(self._status(ended=True), LAST_WRITE_SECONDS)
-            await self.coordinator.close(release=not retired)
+            await self.fleet.close(release=not retired)
 
     def _check_encoders(self) -> str | None:
         """Try an encoder world; the problem if the scheduler does not start one now."""
@@ -216,7 +217,7 @@ class Supervisor:
             "time": time.time(),
             "ended": ended,
             "summary": self.summary.view(),
-            "ranks": self.coordinator.pulses.by_node(),
+            "ranks": self.fleet.heartbeats.by_node(),
         }
         return json.dumps(status).encode()
 
@@ -234,10 +235,10 @@ class Supervisor:
             return end
         finally:
             # An incarnation that ended before it trained says nothing about how far training was.
-            progress = max(self.coordinator.progress.values(), default=-1)
+            progress = max(self.fleet.progress.values(), default=-1)
             self._reached = progress if progress >= 0 else self._reached
             self._away_since = 0.0 if progress >= 0 else self._away_since
-            self.coordinator.stop_snapshots()
+            self.pump.stop()
             self._watch.clock.failed()
             self._ended = time.monotonic()
             await self._end_trainers(trained=progress >= 0)
@@ -266,7 +267,7 @@ class Supervisor:
                 raise
             return NoRoom(str(error), error.node)
         except StaleIncarnationError:
-            # Somebody else leads the job now: continuing would be a second coordinator.
+            # Somebody else leads the job now: continuing would be a second supervisor.
             raise
         except RegistrationError as error:
             emit("interrupted", str(error))
@@ -282,7 +283,7 @@ class Supervisor:
         cannot prove that a rank there has let go of its arenas.
         """
         living = self.trainers.survivors() if trained else {}
-        for node in self.coordinator.silent_nodes(living):
+        for node in self.fleet.silent_nodes(living):
             del living[node]
         await self.trainers.kill_all(but=[rank for ranks in living.values() for rank in ranks])
 
@@ -357,11 +358,11 @@ class Supervisor:
             return
         failure = await self._evidence.keep(failure)
         self._pacing.failed()
-        if failure.training and (quiet := await self.coordinator.quiet_nodes()):
+        if failure.training and (quiet := await self.fleet.quiet_nodes()):
             failure = NodeLost(failure.text, quiet[0])
         if failure.training and not failure.final and await self._quarantine.training_failed():
             self._budget = self._budget.from_other_start()
-        committed = self.coordinator.standing.committed
+        committed = self.standing.committed
         iteration = -1 if committed is None else committed.iteration
         saved = await self._quarantine.newest_saved()
         self._budget = self._budget.after(failure, iteration, saved=saved)

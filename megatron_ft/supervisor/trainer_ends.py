@@ -37,13 +37,13 @@ async def judge_exit(
     """The end that the first exit of a rank means; what ranks were refused for is raised."""
     if first.finished:
         with suppress(MegatronFTError):
-            await job.coordinator.refresh()  # after what ranks have said of their end
+            await job.fleet.refresh()  # after what ranks have said of their end
         return Finished()
     if registration.refused is not None:
         raise registration.refused
     if first.status > 0 and not registration.complete.is_set():
         # Nodes answer after their earlier events, perhaps why this rank could not begin.
-        await job.coordinator.refresh()
+        await job.fleet.refresh()
     if registration.other_layout(plan.decision.stripes) and not plan.reshaped:
         job.members.reshape()
         text = "the command has another parallel layout than the snapshots in memory"

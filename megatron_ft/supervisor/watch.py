@@ -23,9 +23,9 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.heartbeat_page import TrainerPhase
 from megatron_ft.smp.heartbeats import STACK_SECONDS
 from megatron_ft.supervisor.autopsy import HOW, LIBRARY, LOADER, LOCKED, SUSPENDED
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.ends import Hung
 from megatron_ft.supervisor.events import CaughtUpEvent, RecoveredEvent
+from megatron_ft.supervisor.fleet import Fleet
 from megatron_ft.supervisor.heartbeats import RankReport, RecoveryClock
 from megatron_ft.supervisor.stragglers import Stragglers
 from megatron_ft.trainer.heartbeats import BEAT_SECONDS, FIRST_ITERATIONS
@@ -76,9 +76,9 @@ class JobWatch:
     ``clock`` measures recoveries.
     """
 
-    def __init__(self, coordinator: Coordinator, settings: SnapshotConfig, log_dir: Path) -> None:
+    def __init__(self, fleet: Fleet, settings: SnapshotConfig, log_dir: Path) -> None:
         self.clock = RecoveryClock()
-        self._coordinator, self._settings, self._log_dir = coordinator, settings, log_dir
+        self._fleet, self._settings, self._log_dir = fleet, settings, log_dir
         self._ranks, self._longest, self._failed = 0, 0.0, False
         self._behind = -1
         self._recovery: dict[str, Any] | None = None
@@ -94,20 +94,20 @@ class JobWatch:
         they repeat what was lost, -1 if nothing was; ``source`` is where they restore it from.
         """
         self._ranks, self._behind, self._source = ranks, behind, source
-        self._coordinator.pulses.begin_incarnation()
+        self._fleet.heartbeats.begin_incarnation()
         self._stragglers = Stragglers()
         self.clock.starting(decided)
 
     async def until_hang(self) -> Hung:
         """Look at each heartbeat; returns when training hangs and must be restarted."""
         while True:
-            await asyncio.sleep(self._coordinator.timing.heartbeat)
+            await asyncio.sleep(self._fleet.timing.heartbeat)
             try:
                 heard = self._fresh()
                 self._poll(heard)
                 if self._stuck(heard) and (hang := await self._hang()) is not None:
                     fields = {"ranks": list(hang.ranks), "folder": str(hang.folder)}
-                    self._coordinator.observers.emit("hang", hang.report, **fields, how=hang.how)
+                    self._fleet.observers.emit("hang", hang.report, **fields, how=hang.how)
                     return hang
             except Exception as error:
                 # A mistake of ours, or a full disk, does not end a job that trains.
@@ -117,21 +117,21 @@ class JobWatch:
         if not self._failed:
             self._failed = True
             log.exception("the watch failed")
-            self._coordinator.observers.emit("watch_failed", f"hangs may be missed: {error!r}")
+            self._fleet.observers.emit("watch_failed", f"hangs may be missed: {error!r}")
 
     def _fresh(self) -> list[RankReport]:
-        age = 4 * self._coordinator.timing.heartbeat
-        heard = self._coordinator.pulses.fresh(self._ranks, age)
+        age = 4 * self._fleet.timing.heartbeat
+        heard = self._fleet.heartbeats.fresh(self._ranks, age)
         self._longest = max([self._longest, *(one.report.longest for one in heard)])
         return heard
 
     def _poll(self, heard: Sequence[RankReport]) -> None:
         """Emit recoveries that have ended, and renew what status shows."""
-        coordinator = self._coordinator
+        fleet = self._fleet
         if (done := self.clock.poll(heard)) is not None:
             starts = {kind: list(ranks) for kind, ranks in done.starts.items()}
             event = RecoveredEvent(total=round(done.total, 3), starts=starts, **done.parts())
-            coordinator.observers.emit(event, done.describe())
+            fleet.observers.emit(event, done.describe())
             self._recovery = {"text": done.describe(), "total": done.total, **done.parts()}
             self._recovery["restart"] = done.restart()
             self._restarts[self._source] = round(done.total, 3)
@@ -139,17 +139,17 @@ class JobWatch:
         if 0 <= self._behind < iteration:
             newer = (iteration - self._behind) * max(one.report.typical for one in heard)
             text = f"caught up with iteration {self._behind}"
-            coordinator.observers.emit(CaughtUpEvent(iteration=self._behind, ago=newer), text)
+            fleet.observers.emit(CaughtUpEvent(iteration=self._behind, ago=newer), text)
             self._behind = -1
         for slow in self._stragglers.judge(heard, time.monotonic()):
             named = {"rank": slow.rank, "node": slow.node, "iterations": slow.iterations}
             factor = round(slow.factor, 3)
-            coordinator.observers.emit("straggler", str(slow), **named, factor=factor)
+            fleet.observers.emit("straggler", str(slow), **named, factor=factor)
         self.report = {
             "hang_timeout": round(learned_timeout(self._longest, self._settings), 3),
             "recovery": self._recovery,
             "restarts": self._restarts,
-            "iteration_seconds": coordinator.pulses.iteration_seconds,
+            "iteration_seconds": fleet.heartbeats.iteration_seconds,
             "stragglers": list(map(str, self._stragglers.present.values())),
         }
 
@@ -165,13 +165,13 @@ class JobWatch:
     async def _hang(self) -> Hung | None:
         """The hang of this moment, if there still is one, its stacks written to disk."""
         # Asked once more: this process may have been suspended behind the last answers.
-        await self._coordinator.refresh()
+        await self._fleet.refresh()
         heard = self._fresh()
         stuck = self._stuck(heard)
         if not stuck:
             return None
         stacks = await self._stacks(sorted({one.node for one in heard}))
-        folder = self._log_dir / f"hang-{self._coordinator.incarnation:06d}"
+        folder = self._log_dir / f"hang-{self._fleet.incarnation:06d}"
         await asyncio.to_thread(_write, folder, heard, stacks)
         return self._describe(heard, max(stuck), stacks, folder)
 
@@ -207,8 +207,8 @@ class JobWatch:
 
     async def _stacks(self, nodes: Sequence[str]) -> dict[str, str]:
         """The stacks of each shard's rank, without those of nodes that do not answer."""
-        links = [link for n in nodes if (link := self._coordinator.links.get(n)) is not None]
-        request = m.StacksRequest(self._coordinator.incarnation)
+        links = [link for n in nodes if (link := self._fleet.links.get(n)) is not None]
+        request = m.StacksRequest(self._fleet.incarnation)
         answers = await asyncio.gather(
             *(link.ask(request, 2 * STACK_SECONDS) for link in links), return_exceptions=True
         )

@@ -12,15 +12,13 @@ from megatron_ft.arena.format import SlotState
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask
-from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor.admission import admit
-from megatron_ft.supervisor.connections import SmpLink
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import CyclePhase, SnapshotCycle
-from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.schedule import Schedule
-from tests.support.smp_node import SECRET, SmpNode, capture, create, say
+from megatron_ft.supervisor.smp_link import SmpLink
+from tests.support.pumps import pump
+from tests.support.smp_node import SmpNode, capture, create, say
 
 NAMES = ("n0", "n1")
 
@@ -38,15 +36,15 @@ def smps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SmpNode]]:
 
 
 class Job:
-    """A coordinator and its SMPs."""
+    """A pump and its SMPs."""
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
         timing = Timing(heartbeat=0.2, lease=1.0, node_timeout=90.0)
-        self.of = Coordinator(JobKeys.derive(SECRET), Observers(), lambda world: None, timing)
+        self.of = pump(timing)
         self.cycle = SnapshotCycle(incarnation, {f"dp{n}": n for n in NAMES}, (), Schedule(1))
         self.sealed: list[str] = []
-        self.of.listen(self._note)
+        self.of.fleet.listen(self._note)
 
     def _note(self, event: m.NodeEvent) -> None:
         if isinstance(event.body, m.Sealed):
@@ -54,23 +52,23 @@ class Job:
 
     async def begin(self, smps: list[SmpNode]) -> None:
         for name, node in zip(NAMES, smps, strict=True):
-            self.of.connect(name, await node.endpoint())
-        assert list(await admit(self.of, self.incarnation, NAMES, {})) == list(NAMES)
+            self.of.fleet.connect(name, await node.endpoint())
+        assert list(await admit(self.of.fleet, self.incarnation, NAMES, {})) == list(NAMES)
         requests = {n: create(f"dp{n}", self.incarnation) for n in NAMES}
-        await self.of.ask_all({n: m.Adopt(self.incarnation, (), None) for n in NAMES})
-        await self.of.ask_all(requests)
+        await self.of.fleet.ask_all({n: m.Adopt(self.incarnation, (), None) for n in NAMES})
+        await self.of.fleet.ask_all(requests)
         self.of.cycle = self.cycle
-        await self.of.refresh()
+        await self.of.fleet.refresh()
 
     async def close(self) -> None:
-        """The next coordinator waits for the leases of this one, unless they end now."""
+        """The next supervisor waits for the leases of this one, unless they end now."""
         ends = (link.ask(m.Lease(self.incarnation, 0.0, link.clock), 30) for link in self.links)
         await asyncio.gather(*ends)
-        await self.of.close()
+        await self.of.fleet.close()
 
     @property
     def links(self) -> list[SmpLink]:
-        return list(self.of.links.values())
+        return list(self.of.fleet.links.values())
 
     def permit(self) -> None:
         self.of._perform(self.cycle, self.cycle.propose(1, ""))
@@ -122,7 +120,7 @@ async def test_what_a_connection_that_broke_has_lost_is_told_again(smps: list[Sm
     await job.begin(smps)
     job.permit()
     await until_all(smps, SlotState.CAPTURING)
-    link = job.of.links["n1"]
+    link = job.of.fleet.links["n1"]
     link._socket.disconnect(link.endpoint)
     await seal_on(smps)
     await until_all(smps, SlotState.SEALED)
@@ -144,7 +142,7 @@ async def test_words_of_an_smp_that_is_connected_anew_are_those_that_follow(
         await until_all(smps, SlotState.CAPTURING)
         await seal_on(smps)
         await until(lambda: job.cycle.phase == CyclePhase.IDLE, "commit")
-        await job.of.refresh()  # so that it keeps nothing of what it has told
-        job.of.connect(node, job.of.links[node].endpoint)
+        await job.of.fleet.refresh()  # so that it keeps nothing of what it has told
+        job.of.fleet.connect(node, job.of.fleet.links[node].endpoint)
     assert job.of.standing.committed == (SnapshotId(2, 2), 2, "local")
     await job.close()

@@ -181,7 +181,7 @@ class Injector:
             else:
                 job.cluster.kill_node(node)
             return now
-        progress = max(one.report.iteration for one in job.supervisor.coordinator.pulses.all())
+        progress = max(one.report.iteration for one in job.supervisor.fleet.heartbeats.all())
         at = progress + 10 + fault.gap
         program.Order(fault.number, fault.variant, fault.rank, at, fault.delay).write(self._orders)
         struck = self._orders / f"struck-{fault.number}"
@@ -212,7 +212,7 @@ def settled(job: Job) -> bool:
     begun = max((i for i, kind in enumerate(kinds) if kind == "training"), default=-1)
     if begun < 0 or {"incarnation_ended", "autopsy", "trainers_started"} & {*kinds[begun:]}:
         return False
-    heard = job.supervisor.coordinator.pulses.all()
+    heard = job.supervisor.fleet.heartbeats.all()
     trains = len(heard) == NODES and min(one.report.done for one in heard) >= 6
     commits = [e for e in job.events[begun:] if e.kind == "committed"]
     return trains and any(e.fields["level"] == "protected" for e in commits)

@@ -42,10 +42,10 @@ def pause(job: Job, paused: bool) -> None:
     """Stop snapshots, and wait for the one under way: what is committed stays where it is."""
     for node in job.cluster.nodes():
         ask(job.cluster.node_dir(node) / "smp.sock", m.Pause(paused))
-    coordinator = job.supervisor.coordinator
-    cycle = coordinator.cycle
+    pump = job.supervisor.pump
+    cycle = pump.cycle
     if paused:
-        idle = lambda: coordinator.paused and cycle and cycle.phase.value == "idle"  # noqa: E731
+        idle = lambda: pump.paused and cycle and cycle.phase.value == "idle"  # noqa: E731
         wait_until(job, idle, "for snapshots to stop")
 
 

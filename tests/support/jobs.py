@@ -238,7 +238,7 @@ class Job:
             waits = self.more.get("on_no_spare") == CHEAPEST
             self.supervisor = Supervisor(self.spec(), self.cluster, state, hosts if waits else None)
             self.supervisor.observers.subscribe(self._notice)
-            EventLog(self.folder / EVENTS, self.name).follow(self.supervisor.coordinator)
+            EventLog(self.folder / EVENTS, self.name).follow(self.supervisor.fleet)
             tasks = [asyncio.create_task(self._inject(faults)), asyncio.create_task(self._begin())]
             run = asyncio.create_task(self.supervisor.run())
             self.stop = Stop(self.supervisor, run)
@@ -281,7 +281,7 @@ class Job:
         """Let trainers begin once encoders are up, as imports give them the time elsewhere."""
         parity = self.supervisor.spec.scheme.parity_members
         while True:
-            if self.supervisor.coordinator.encoders.usable or not parity:
+            if self.supervisor.pump.encoders.usable or not parity:
                 self.cluster.gate.touch()
             else:
                 self.cluster.gate.unlink(missing_ok=True)
@@ -295,10 +295,10 @@ class Job:
             self.gate.touch()
 
     def _reached(self, iteration: int) -> bool:
-        coordinator = self.supervisor.coordinator
-        progress = max(coordinator.progress.values(), default=-1)
-        protected = coordinator.standing.protected or coordinator.standing.committed
-        training = coordinator.cycle is not None
+        pump, standing = self.supervisor.pump, self.supervisor.standing
+        progress = max(self.supervisor.fleet.progress.values(), default=-1)
+        protected = standing.protected or standing.committed
+        training = pump.cycle is not None
         return training and progress >= iteration and protected is not None
 
     async def until(self, condition: Callable[[], bool]) -> None:

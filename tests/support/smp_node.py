@@ -27,7 +27,7 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys, Peer
 from megatron_ft.smp.__main__ import Credentials, Ready
 from megatron_ft.smp.service import SmpService
-from megatron_ft.supervisor.connections import SmpLink
+from megatron_ft.supervisor.smp_link import SmpLink
 
 SECRET = bytes(range(32))
 T = TypeVar("T")

@@ -78,7 +78,7 @@ def test_a_job_without_memory_goes_on_from_the_newest_whole_drain_of_its_lineage
 
 def is_committed_later(job: Job, iteration: int) -> bool:
     """True if an incarnation after the first has committed a snapshot so far."""
-    committed = job.supervisor.coordinator.standing.committed
+    committed = job.supervisor.standing.committed
     return committed is not None and committed[0].incarnation > 1 and committed[1] >= iteration
 
 

@@ -22,7 +22,7 @@ SNAIL = 0.002
 
 
 def committed(job: Job) -> int:
-    newest = job.supervisor.coordinator.standing.committed
+    newest = job.supervisor.standing.committed
     return -1 if newest is None else newest.iteration
 
 

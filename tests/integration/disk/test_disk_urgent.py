@@ -146,7 +146,7 @@ def test_an_smp_that_dies_after_training_delays_no_end(
 
     async def settle(drains: Drains) -> None:
         kill_smp(job)
-        await job.supervisor.coordinator.release(["n0"])
+        await job.supervisor.fleet.release(["n0"])
         raise AssertionError("an SMP that is gone has answered")
 
     monkeypatch.setattr(Drains, "settle", settle)

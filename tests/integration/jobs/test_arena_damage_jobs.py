@@ -221,8 +221,8 @@ def test_training_goes_on_where_memory_does_not_serve_without_the_removed_arenas
     def strike(job: Job) -> None:
         signal_trainers(job, signal.SIGSTOP)
         folder_removed(job.cluster.node_dir(VICTIM))
-        missing = job.supervisor.coordinator.missing
-        wait_until(job, lambda: bool(missing.get(VICTIM)), "for the loss of an arena")
+        answers = job.supervisor.fleet.answers
+        wait_until(job, lambda: bool(answers[VICTIM].missing), "for the loss of an arena")
         folder_removed(job.cluster.node_dir("n2"))
         wait_for(job, "damaged", 2)
         signal_trainers(job, signal.SIGCONT)
@@ -241,10 +241,10 @@ def test_training_goes_on_where_a_restart_would_repeat_too_much(
 
     def strike(job: Job) -> None:
         pause(job, True)
-        coordinator = job.supervisor.coordinator
+        fleet, pump = job.supervisor.fleet, job.supervisor.pump
         committed = of_kind(job, "committed")[-1].fields["iteration"]
-        enough = committed + MOST_INTERVALS * coordinator.cycle.schedule.interval
-        wait_until(job, lambda: max(coordinator.progress.values()) > enough, "for iterations")
+        enough = committed + MOST_INTERVALS * pump.cycle.schedule.interval
+        wait_until(job, lambda: max(fleet.progress.values()) > enough, "for iterations")
         signal_trainers(job, signal.SIGSTOP)
         arena_of(job.cluster.node_dir(VICTIM)).unlink()
         wait_for(job, "damaged")

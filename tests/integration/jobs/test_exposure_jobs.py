@@ -41,13 +41,13 @@ class Losses:
 
     def lose(self, lost: Sequence[str], state: str) -> None:
         """Kill these nodes while the newest snapshot is in this state; they return as spares."""
-        job, coordinator = self.job, self.job.supervisor.coordinator
+        job, pump, standing = self.job, self.job.supervisor.pump, self.job.supervisor.standing
         self._have(state)
         self._still(True)
         if state == "damaged":
-            assert coordinator.standing.committed is not None
-            shard = self.random.choice(sorted(coordinator.cycle.places))  # type: ignore[union-attr]
-            coordinator.standing.damage.lost.add((shard, coordinator.standing.committed.snapshot))
+            assert standing.committed is not None
+            shard = self.random.choice(sorted(pump.cycle.places))  # type: ignore[union-attr]
+            standing.damage.lost.add((shard, standing.committed.snapshot))
         said = said_of(lost, self.shown())
         trained, restored = len(of_kind(job, "training")), len(of_kind(job, "restoring"))
         for node in lost:
@@ -61,7 +61,7 @@ class Losses:
         for node in lost:
             job.cluster.revive(node)
         self._still(False)
-        wait_until(job, lambda: coordinator.standing.committed is not None, "for a commit")
+        wait_until(job, lambda: standing.committed is not None, "for a commit")
         commits = len(of_kind(job, "committed"))
         wait_for(job, "committed", commits + 2)
 
@@ -93,8 +93,8 @@ class Losses:
 
         def still_now() -> bool:
             nonlocal quiet_since
-            cycle, drains = job.supervisor.coordinator.cycle, job.supervisor.drains
-            paused = job.supervisor.coordinator.paused
+            cycle, drains = job.supervisor.pump.cycle, job.supervisor.drains
+            paused = job.supervisor.pump.paused
             if not (paused and cycle and cycle.phase.value == "idle") or drains._plan_begun:
                 quiet_since = time.monotonic()
             return time.monotonic() - quiet_since > 2 * job.timing.heartbeat
@@ -104,13 +104,13 @@ class Losses:
 
     def shown(self) -> dict[str, Any]:
         """The exposure in status, once its supervisor has written the newest summary."""
-        job, coordinator = self.job, self.job.supervisor.coordinator
+        job, pump, standing = self.job, self.job.supervisor.pump, self.job.supervisor.standing
         shown = dict[str, Any]()
 
         def current() -> bool:
             view = status.collect(job.cluster.job_dir.parent, job.name)[job.name]["summary"]
-            cycle = coordinator.cycle
-            report = {} if cycle is None else coordinator.standing.exposure(cycle.stripe_map).report
+            cycle = pump.cycle
+            report = {} if cycle is None else standing.exposure(cycle.stripe_map).report
             shown.update(status.exposure(view))
             return bool(report) and view == {**view, **report}
 

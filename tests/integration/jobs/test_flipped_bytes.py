@@ -88,17 +88,17 @@ def test_a_damaged_snapshot_that_waits_for_parity_is_in_the_way_of_none(
     made.append(job)
 
     def strike(job: Job) -> None:
-        encoders, coordinator = job.supervisor.world.encoders, job.supervisor.coordinator
-        start, encoders.start = encoders.start, _refuse  # type: ignore[method-assign, assignment]
-        world = coordinator.encoders.usable
-        job._loop.call_soon_threadsafe(coordinator.encoders.end, world, "the test ends it")
-        wait_until(job, lambda: coordinator.crowded, "for a local snapshot beside a protected one")
+        processes, pump = job.supervisor.world.encoders, job.supervisor.pump
+        start, processes.start = processes.start, _refuse  # type: ignore[method-assign, assignment]
+        world = pump.encoders.usable
+        job._loop.call_soon_threadsafe(pump.encoders.end, world, "the test ends it")
+        wait_until(job, lambda: pump.crowded, "for a local snapshot beside a protected one")
         (path,) = arenas(job.cluster.node_dir("n0"))
         with Arena.open(path) as arena:
             (local,) = [n for n in range(2) if arena.slot(n).local_only]
             at = arena.geometry.data_offset(local) + 5
         flip(path, Region(r.DATA, at, at + 1), random.Random(1))
-        encoders.start = start  # type: ignore[method-assign]
+        processes.start = start  # type: ignore[method-assign]
         commits_again(job, "damage without parity")
 
     job.run((8, strike))

@@ -144,7 +144,7 @@ def test_without_room_for_larger_arenas_the_older_ones_stay_and_it_is_tried_agai
     made.append(job)
 
     def no_room(job: Job) -> None:
-        assert job.supervisor.coordinator.standing.held["n0"], job.story()
+        assert job.supervisor.standing.held["n0"], job.story()
         limit_files(job, "n1", resource.RLIM_INFINITY)
         job.at_event["renewed"] = once_committed
 

@@ -323,7 +323,7 @@ def test_trainers_that_die_while_encoders_are_away_lose_no_commit(
         kill_of_node("n0", "megatron_ft.erasure.worker")(job)
         wait_until(job, lambda: "local" in _levels(job), "for a local snapshot")
         at = [e for e in job.events if e.kind == "committed"][-1].fields["iteration"]
-        progress = job.supervisor.coordinator.progress
+        progress = job.supervisor.fleet.progress
         wait_until(job, lambda: max(progress.values()) > at + 4, "for iterations after it")
         wait_until(job, lambda: _promise(job) in _status(job), "for what status promises")
         encoders.start = start  # type: ignore[method-assign]

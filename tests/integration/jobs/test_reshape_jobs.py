@@ -94,7 +94,7 @@ def test_nodes_are_lost_one_after_the_other(made: list[Job], tmp_path: Path) -> 
 
     def lose_once_protected(job: Job) -> None:
         """The second loss comes when the first is made up for."""
-        assert job.supervisor.coordinator.standing.protected is not None
+        assert job.supervisor.standing.protected is not None
         lose("n1")(job)
 
     job.run((10, lose("n0")), (30, lose_once_protected), (45, finish))

@@ -110,7 +110,7 @@ def test_a_spare_that_falls_silent_while_it_receives_is_replaced_by_the_next(
             os.kill(event.body.pid, signal.SIGSTOP)
 
     def lose_another_within(job: Job) -> None:
-        job.supervisor.coordinator.listen(encoder_comes)
+        job.supervisor.fleet.listen(encoder_comes)
         job.cluster.kill_node("n1")
         while not _is_rebuilt(job, "n2"):
             assert "interrupted" not in job.kinds(), job.story()

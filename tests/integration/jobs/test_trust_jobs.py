@@ -102,7 +102,7 @@ def test_damage_in_memory_is_found_and_rebuilt_from_parity_by_the_next_start(
             data, parity = arena.data(slot, writable=True), arena.parity(slot, writable=True)
             data[100] ^= 1
             parity[-1] ^= 64
-            job.supervisor.coordinator.scrub_percent = 50.0
+            job.supervisor.fleet.scrub_percent = 50.0
             del data, parity
         view.update(shown(job, found_in_a_pass))
         # The damaged snapshot is the newest: a trainer that dies now must get the right bytes.
@@ -158,7 +158,7 @@ def test_more_damage_than_parity_counts_as_lost_and_is_not_restored(
                 data[100] ^= 1
                 parity[100] ^= 1
                 del data, parity
-        job.supervisor.coordinator.scrub_percent = 50.0
+        job.supervisor.fleet.scrub_percent = 50.0
         wait_for(job, "corrupt", 2)
         os.kill(job.trainers()[0], signal.SIGKILL)
         pause(job, False)
@@ -201,7 +201,7 @@ def test_a_snapshot_from_which_training_fails_twice_is_not_used_again(
         wrong_from.append(at)
         (folder / "poison").write_text(str(at))
         signal_trainers(job, signal.SIGCONT)
-        wait_until(lambda: job.supervisor.coordinator.standing.committed[1] >= at, job)  # type: ignore[index]
+        wait_until(lambda: job.supervisor.standing.committed[1] >= at, job)  # type: ignore[index]
         pause(job, True)
         (folder / "fail").touch()
 
@@ -247,6 +247,6 @@ def test_trainers_that_decline_what_was_announced_are_told_of_once(tmp_path: Pat
         f"trainers do not take the snapshot of iteration {offered}: {REASON}; they start from "
         "scratch; "
     ), job.story()
-    assert job.supervisor.coordinator.standing.resumed_from == -1
+    assert job.supervisor.standing.resumed_from == -1
     kinds = job.kinds()
     assert kinds.index("restoring") < kinds.index("declined") < len(kinds) - 1, job.story()

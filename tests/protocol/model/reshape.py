@@ -283,7 +283,7 @@ def choose(job: Job, inventories: dict[str, m.Inventory]) -> tuple[Decision, m.S
     doubts = SimpleNamespace(quarantine=NOTHING_REJECTED)
     me: Any = SimpleNamespace(_state=members._state, _members=members, _spec=spec)
     me._quarantine = doubts
-    me._coordinator = SimpleNamespace(standing=Standing(DamagedShards(Observers())))
+    me._standing = Standing(DamagedShards(Observers()))
     me.memory = partial(Recovery.memory, me)
     me.memory_of_sources = partial(Recovery.memory_of_sources, me)
     return Recovery._from_memory(me, inventories)

@@ -147,11 +147,12 @@ def test_a_frameworks_own_checkpoint_that_was_given_up_is_not_loaded_until_it_is
 
 
 class Told:
-    """As much of a coordinator as the policy has to do with; every rank is at iteration 52."""
+    """The pump and the fleet as the policy sees them; every rank is at iteration 52."""
 
     def __init__(self) -> None:
         self.listeners: list[Any] = []
-        self.listen = self.listeners.append
+        self.listen, self.listen_answers = self.listeners.append, list[Any]().append
+        self.fleet = self
         self.progress, self.observers = {"n0": 52}, Observers()
         self.standing = Standing(DamagedShards(self.observers))
 

@@ -33,7 +33,7 @@ def continued(spec: JobSpec, rule: RankRule, left: int, folder: Path) -> tuple[i
     with JobState(folder / f"state-{left}", spec.name) as state:
         state.update(active=tuple(names), rank_rule=rule)
         cluster = VirtualCluster(spec.name, names, folder / "root")
-        members = Membership(spec, cluster, state, cast(Any, SimpleNamespace()))
+        members = Membership(spec, cluster, state, cast(Any, SimpleNamespace(fleet=None)))
         admitted: Any = dict.fromkeys(names[:left])
         job = SimpleNamespace(spec=spec, state=state, members=members, emit=Observers().emit)
         if not shrink(cast(Any, job), admitted):

@@ -35,7 +35,7 @@ from megatron_ft.rpc.sockets import JobKeys, Peer, Server
 from megatron_ft.smp import local_server
 from megatron_ft.smp.local_server import LocalServer
 from megatron_ft.smp.service import SIGTERM_REASON, SmpService
-from megatron_ft.supervisor.connections import SmpLink
+from megatron_ft.supervisor.smp_link import SmpLink
 from tests.support.smp_node import SECRET, SmpNode, capture, create, run, say, snapshot
 
 PEERS = Path(__file__).parents[2] / "programs" / "smp_peers.py"

@@ -19,7 +19,7 @@ from megatron_ft.smp.control_server import ControlServer
 from megatron_ft.smp.effects import StorePermit
 from megatron_ft.smp.service import SmpService
 from megatron_ft.smp.store import free
-from megatron_ft.supervisor.connections import SmpLink
+from megatron_ft.supervisor.smp_link import SmpLink
 from tests.support.smp_node import SECRET, create, run, service
 
 KEEPS_ONE = m.Adopt(1, (), None, ("dp0",))

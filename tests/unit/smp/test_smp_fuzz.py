@@ -23,7 +23,7 @@ from megatron_ft.core.identity import Ancestor
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask
 from megatron_ft.rpc.sockets import MOST_BYTES
-from megatron_ft.supervisor.connections import SmpLink
+from megatron_ft.supervisor.smp_link import SmpLink
 from tests.support.message_samples import TYPES, Maker, absent_pid
 from tests.support.smp_node import SmpNode, create, run, snapshot
 

@@ -1,4 +1,4 @@
-"""The coordinator's connection to an SMP that is given up while an answer is awaited."""
+"""Fleet, SmpLink: connections to SMPs that are given up, lose words, or answer late."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
-from megatron_ft.supervisor import coordinator as coordinator_module
+from megatron_ft.supervisor import snapshots
 from megatron_ft.supervisor.admission import admit
-from megatron_ft.supervisor.connections import ARENA_TIMEOUT_SECONDS, SmpLink
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import CyclePhase, SnapshotCycle
 from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.fleet import Fleet
 from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.schedule import Schedule
+from megatron_ft.supervisor.smp_link import ARENA_TIMEOUT_SECONDS, SmpLink
+from megatron_ft.supervisor.snapshots import SnapshotPump
 from megatron_ft.supervisor.spec import raise_open_files
+from tests.support.pumps import answer, pump
 
 KEYS = JobKeys.derive(bytes(32))
 NOBODY = "tcp://127.0.0.1:9"
@@ -45,27 +47,27 @@ async def test_who_waits_is_told_and_not_cancelled() -> None:
 
 async def test_permits_go_on_after_an_smp_was_replaced() -> None:
     """It was asked for its progress when its connection was given up."""
-    coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
-    coordinator.connect("n0", NOBODY)
+    of = pump()
+    of.fleet.connect("n0", NOBODY)
     cycle = SnapshotCycle(1, {"dp0": "n0"}, (), Schedule(1))
-    coordinator.start_snapshots(cycle)
-    link = coordinator.links["n0"]
+    of.start(cycle)
+    link = of.fleet.links["n0"]
     while len(link._pending) < 2:  # a heartbeat, and the one before a permit
         await asyncio.sleep(0.01)
-    coordinator.disconnect("n0")
+    of.fleet.disconnect("n0")
     while cycle.phase != CyclePhase.CAPTURING:
         await asyncio.sleep(0.01)
-    await coordinator.close()
+    await of.fleet.close()
 
 
 def test_a_coordinator_holds_more_nodes_than_libzmq_has_sockets_by_default() -> None:
     async def story() -> None:
-        coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
+        fleet = Fleet(KEYS, Observers(), Timing())
         try:
             for number in range(1100):
-                coordinator.connect(f"n{number}", NOBODY)
+                fleet.connect(f"n{number}", NOBODY)
         finally:
-            await coordinator.close()
+            await fleet.close()
 
     raise_open_files()
     asyncio.run(asyncio.wait_for(story(), 100))
@@ -85,43 +87,43 @@ async def test_the_next_permit_waits_for_nothing_but_the_last_capture(
     late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No look comes in time: what ends a capture that was missed must lead to the next one."""
-    monkeypatch.setattr(coordinator_module, "LOOK_SECONDS", 1000.0)
+    monkeypatch.setattr(snapshots, "LOOK_SECONDS", 1000.0)
     places = {"dp0": "n0", "dp1": "n1"}
-    coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
-    coordinator.link_type, coordinator.incarnation = Obedient, 1
+    of = pump()
+    of.fleet.link_type, of.fleet.incarnation = Obedient, 1
     for node in places.values():
-        coordinator.connect(node, NOBODY)
+        of.fleet.connect(node, NOBODY)
     cycle = SnapshotCycle(1, places, (), Schedule(1))
-    coordinator.start_snapshots(cycle)
+    of.start(cycle)
     for sequence in (1, 2, 3):
         while cycle.snapshot.sequence < sequence:
             await asyncio.sleep(0.001)
         for shard, node in places.items():
-            coordinator._on_event(m.NodeEvent(node, 1, m.Missed(shard, cycle.snapshot)))
+            of.fleet.take(m.NodeEvent(node, 1, m.Missed(shard, cycle.snapshot)))
             while late and shard == "dp0" and cycle.phase != CyclePhase.IDLE:
                 await asyncio.sleep(0.001)
-    await coordinator.close()
+    await of.fleet.close()
 
 
 class Overtaken(SmpLink):
     """An SMP whose answer to a heartbeat comes when another incarnation has begun."""
 
-    coordinator: Coordinator
+    fleet: Fleet
 
     async def ask(self, request: m.Message, timeout: float) -> Any:
-        self.coordinator.incarnation += 1
+        self.fleet.incarnation += 1
         return m.LeaseAnswer(self.node, True, {"dp0": 160}, "", 1.0)
 
 
 async def test_a_heartbeat_of_the_last_incarnation_says_nothing_of_this_one() -> None:
-    coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
-    coordinator.link_type, Overtaken.coordinator = Overtaken, coordinator
-    coordinator.connect("n0", NOBODY)
+    of = pump()
+    of.fleet.link_type, Overtaken.fleet = Overtaken, of.fleet
+    of.fleet.connect("n0", NOBODY)
     try:
-        await coordinator.refresh()
-        assert not coordinator.progress and not coordinator.paused
+        await of.fleet.refresh()
+        assert not of.fleet.progress and not of.paused
     finally:
-        await coordinator.close()
+        await of.fleet.close()
 
 
 class Losing(Obedient):
@@ -140,14 +142,14 @@ class Losing(Obedient):
 async def test_a_hold_ends_though_the_word_is_lost() -> None:
     """A slot that stays held has no room for the snapshot after which the next drain would come."""
     Losing.told.clear()
-    coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
-    coordinator.link_type, coordinator.incarnation = Losing, 1
+    fleet = Fleet(KEYS, Observers(), Timing())
+    fleet.link_type, fleet.incarnation = Losing, 1
     for node in ("n0", "n1"):
-        coordinator.connect(node, NOBODY)
+        fleet.connect(node, NOBODY)
     try:
-        await coordinator.release(["n0", "n1", "n2"])
+        await fleet.release(["n0", "n1", "n2"])
     finally:
-        await coordinator.close()
+        await fleet.close()
     assert Losing.told == {"n0": 1, "n1": 3}
 
 
@@ -165,13 +167,13 @@ class Busy(SmpLink):
 
 
 async def test_a_node_that_makes_an_arena_is_not_lost() -> None:
-    coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
-    coordinator.link_type = Busy
-    coordinator.connect("n0", NOBODY)
+    fleet = Fleet(KEYS, Observers(), Timing())
+    fleet.link_type = Busy
+    fleet.connect("n0", NOBODY)
     try:
-        assert list(await admit(coordinator, 1, ["n0"], {})) == ["n0"]
+        assert list(await admit(fleet, 1, ["n0"], {})) == ["n0"]
     finally:
-        await coordinator.close()
+        await fleet.close()
 
 
 @pytest.mark.parametrize("incarnation", [1, 2, 3])
@@ -179,39 +181,39 @@ def test_what_is_told_of_another_incarnation_moves_nothing(incarnation: int) -> 
     """A trainer of the last incarnation has ended: this one continues taking snapshots."""
 
     async def story() -> list[m.NodeEvent]:
-        coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
-        coordinator.incarnation = 2
+        of = pump()
+        of.fleet.incarnation = 2
         heard: list[m.NodeEvent] = []
-        coordinator.listen(heard.append)
-        coordinator.cycle = SnapshotCycle(2, {"dp0": "n0"}, (), Schedule(1))
-        coordinator._on_event(m.NodeEvent("n0", incarnation, m.WriterGone("trainer", "dp0", 7)))
-        assert bool(coordinator.cycle.propose(1, "")) == (incarnation != 2)
-        await coordinator.close()
+        of.fleet.listen(heard.append)
+        of.cycle = SnapshotCycle(2, {"dp0": "n0"}, (), Schedule(1))
+        of.fleet.take(m.NodeEvent("n0", incarnation, m.WriterGone("trainer", "dp0", 7)))
+        assert bool(of.cycle.propose(1, "")) == (incarnation != 2)
+        await of.fleet.close()
         return heard
 
     assert len(asyncio.run(asyncio.wait_for(story(), 100))) == (incarnation == 2)
 
 
-def joins(coordinator: Coordinator, world: str, *nodes: str) -> None:
+def joins(of: SnapshotPump, world: str, *nodes: str) -> None:
     for node in nodes:
-        event = m.EncoderHello(1, world, coordinator.incarnation)
-        coordinator._on_event(m.NodeEvent(node, coordinator.incarnation, event))
+        event = m.EncoderHello(1, world, of.fleet.incarnation)
+        of.fleet.take(m.NodeEvent(node, of.fleet.incarnation, event))
 
 
 def test_a_late_report_of_an_old_world_does_not_undo_the_joining_of_the_new_one() -> None:
     """Else it would never be up, and its encoders would wait for orders for ever."""
     killed: list[str] = []
-    coordinator = Coordinator(KEYS, Observers(), killed.append, Timing())
-    coordinator.encoders.expect("old", ("n0", "n1"))
-    joins(coordinator, "old", "n0", "n1")
-    coordinator.encoders.lost()
-    coordinator.encoders.expect("new", ("n0", "n1"))
-    joins(coordinator, "new", "n1")
-    coordinator.encoders.end("old", "the encoder on n1 died")
-    joins(coordinator, "new", "n0")
-    assert coordinator.encoders.usable == "new" and killed == ["old"]
-    coordinator.encoders.end("new", "the encoder on n1 died")
-    assert coordinator.encoders.usable == "" and killed == ["old", "new"]
+    of = pump(kill=killed.append)
+    of.encoders.expect("old", ("n0", "n1"))
+    joins(of, "old", "n0", "n1")
+    of.encoders.lost()
+    of.encoders.expect("new", ("n0", "n1"))
+    joins(of, "new", "n1")
+    of.encoders.end("old", "the encoder on n1 died")
+    joins(of, "new", "n0")
+    assert of.encoders.usable == "new" and killed == ["old"]
+    of.encoders.end("new", "the encoder on n1 died")
+    assert of.encoders.usable == "" and killed == ["old", "new"]
 
 
 STRIPE = m.StripeOrder(0, "xor", 1, 1, 64, 64, ("dp0", "dp1"), (0, 1), {}, {})
@@ -222,22 +224,22 @@ async def test_an_evacuation_waits_for_room_and_encoders_and_snapshots_continue(
     lacking: str,
 ) -> None:
     """The newest snapshot gets parity, which makes room; without encoders local ones are taken."""
-    coordinator = Coordinator(KEYS, Observers(), lambda world: None, Timing())
-    coordinator.connect("n0", NOBODY)
-    coordinator.incarnation, places = 2, {"dp0": "n0", "dp1": "n1"}
+    of = pump()
+    of.fleet.connect("n0", NOBODY)
+    of.fleet.incarnation, places = 2, {"dp0": "n0", "dp1": "n1"}
     cycle = SnapshotCycle(2, places, (STRIPE,), Schedule(4, 8))
-    coordinator.standing.commits(SnapshotId(1, 3), 8, "local")
-    coordinator.encoders.expect("world", ("n0", "n1"))
+    of.standing.commits(SnapshotId(1, 3), 8, "local")
+    of.encoders.expect("world", ("n0", "n1"))
     if lacking != "encoders":
-        joins(coordinator, "world", "n0", "n1")
+        joins(of, "world", "n0", "n1")
     if lacking == "room":
-        coordinator._crowded_on.add("n0")
-    asked = asyncio.create_task(coordinator.capture_and_stop(5, 30.0))
+        of.fleet.take_answer(answer("n0", crowded=True))
+    asked = asyncio.create_task(of.capture_and_stop(5, 30.0))
     await asyncio.sleep(0)
-    sent = [action.message for action in coordinator._next(cycle)]
+    sent = [action.message for action in of._next(cycle)]
     asked.cancel()
     # Else the end of its sockets is awaited for ever where the test fails.
-    coordinator.disconnect("n0")
+    of.fleet.disconnect("n0")
     if lacking == "room":
         assert [(type(one), one.snapshot) for one in sent] == [(m.Encode, SnapshotId(1, 3))] * 2
     else:

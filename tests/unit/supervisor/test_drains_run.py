@@ -31,7 +31,7 @@ NEVER = 10**6
 
 
 @dataclass
-class Coordinator:
+class Nodes:
     """What drains see of it; ``events`` are what it emits."""
 
     observers: Observers = field(default_factory=Observers)
@@ -107,7 +107,7 @@ class Launcher:
 class World:
     """Drains of a job of one shard."""
 
-    coordinator: Coordinator
+    nodes: Nodes
     steps: Steps
     drains: Drains
     lost: list[str]
@@ -121,8 +121,8 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
-    coordinator, steps, lost = Coordinator(), Steps(), list[str]()
-    coordinator.observers.subscribe(coordinator.events.append)
+    nodes, steps, lost = Nodes(), Steps(), list[str]()
+    nodes.observers.subscribe(nodes.events.append)
     monkeypatch.setattr(module, "run_step", steps.run)
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.02)
     spec = JobSpec(
@@ -139,26 +139,28 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
             spec=spec,
             launcher=Launcher(),
             state=state,
-            coordinator=coordinator,
-            observers=coordinator.observers,
+            fleet=nodes,
+            pump=nodes,
+            standing=nodes.standing,
+            observers=nodes.observers,
             members=SimpleNamespace(spares_gone=lambda: bool(lost)),
         )
-        return World(coordinator, steps, Drains(cast(Any, job)), lost)
+        return World(nodes, steps, Drains(cast(Any, job)), lost)
 
 
 async def test_an_urgent_drain_that_fails_is_tried_until_one_is_complete(world: World) -> None:
     world.begin()
     world.lost.append("n1")
-    world.coordinator.commit(7)
+    world.nodes.commit(7)
     for count in (1, 2, 3):
         (await world.steps.begun(count)).set_exception(DrainError("no space left"))
     (await world.steps.begun(4)).set_result(None)
-    await until(lambda: world.coordinator.standing.durable is not None, "a complete drain")
-    world.coordinator.commit(8)
+    await until(lambda: world.nodes.standing.durable is not None, "a complete drain")
+    world.nodes.commit(8)
     await asyncio.sleep(0.1)
     await world.drains.abandon()
     assert [iteration for iteration, _ in world.steps.writes] == [7] * 4, "and none after it"
-    failed = world.coordinator.kinds("drain_failed")
+    failed = world.nodes.kinds("drain_failed")
     assert len(failed) == 3 and all("tried again soon, as it is urgent" in e.text for e in failed)
 
 
@@ -167,13 +169,13 @@ async def test_an_urgent_drain_that_is_cut_off_begins_again_with_the_next_incarn
 ) -> None:
     world.begin()
     world.lost.append("n1")
-    world.coordinator.commit(7)
+    world.nodes.commit(7)
     await world.steps.begun(1)
     await world.drains.abandon()
     world.begin()
-    world.coordinator.commit(9)
+    world.nodes.commit(9)
     (await world.steps.begun(2)).set_result(None)
-    await until(lambda: world.coordinator.standing.durable is not None, "a complete drain")
+    await until(lambda: world.nodes.standing.durable is not None, "a complete drain")
     await world.drains.abandon()
     assert world.steps.writes[1][0] == 9
 
@@ -186,9 +188,9 @@ def test_an_older_drain_does_not_answer_for_what_became_urgent_behind_its_begin(
     async def work() -> bool:
         world.begin()
         world.lost.append("n1")
-        world.coordinator.commit(7)
+        world.nodes.commit(7)
         older = await world.steps.begun(1)
-        world.coordinator.commit(9)
+        world.nodes.commit(9)
         last = asyncio.create_task(world.drains.last(WAIT))
         await asyncio.sleep(0.05)
         older.set_result(None)
@@ -206,9 +208,9 @@ async def test_at_a_stop_the_freshest_snapshot_that_can_be_written_wins(
     """The first drain shows how long one takes; then the older one is in the way, or is not."""
     world.begin()
     world.lost.append("n1")
-    world.coordinator.commit(7)
+    world.nodes.commit(7)
     await world.steps.begun(1)
-    world.coordinator.commit(9)
+    world.nodes.commit(9)
     world.drains._slowest = slowest
     last = asyncio.create_task(world.drains.last(60.0 if fresher else 0.2))
     if fresher:
@@ -224,7 +226,7 @@ async def test_at_a_stop_the_drain_of_the_newest_snapshot_is_not_begun_anew(worl
     """It gives way to fresher ones only, however long it has run."""
     world.begin()
     world.lost.append("n1")
-    world.coordinator.commit(7)
+    world.nodes.commit(7)
     end = await world.steps.begun(1)
     world.drains._slowest = 50.0
     last = asyncio.create_task(world.drains.last(60.0))
@@ -239,7 +241,7 @@ async def test_at_a_stop_the_drain_of_the_newest_snapshot_is_not_begun_anew(worl
 def test_a_last_drain_that_fails_is_tried_a_few_times(world: World) -> None:
     async def work() -> bool:
         world.begin()
-        world.coordinator.commit(7)
+        world.nodes.commit(7)
         last = asyncio.create_task(world.drains.last(WAIT))
         for count in range(1, 1 + module.MOST_LAST_TRIES):
             (await world.steps.begun(count)).set_exception(DrainError("no space left"))
@@ -254,7 +256,7 @@ def test_a_last_drain_is_not_tried_again_where_the_job_is_over(world: World) -> 
 
     async def work() -> bool:
         world.begin()
-        world.coordinator.commit(7)
+        world.nodes.commit(7)
         last = asyncio.create_task(world.drains.last(WAIT))
         end = await world.steps.begun(1)
         end.set_exception(DrainError("srun: error: Slurm job 11 has expired"))
@@ -262,17 +264,17 @@ def test_a_last_drain_is_not_tried_again_where_the_job_is_over(world: World) -> 
 
     assert not asyncio.run(work())
     assert len(world.steps.writes) == 1
-    assert "the job ends" in world.coordinator.kinds("drain_failed")[0].text
+    assert "the job ends" in world.nodes.kinds("drain_failed")[0].text
 
 
 async def test_no_drain_begins_while_an_older_one_hangs(world: World) -> None:
     world.begin()
     world.lost.append("n1")
-    world.coordinator.hanging = ["write-3 on n0"]
-    world.coordinator.commit(7)
+    world.nodes.hanging = ["write-3 on n0"]
+    world.nodes.commit(7)
     await asyncio.sleep(0.1)
     assert not world.steps.writes and not world.steps.others
-    world.coordinator.hanging = []
+    world.nodes.hanging = []
     (await world.steps.begun(1)).set_result(None)
     await world.drains.abandon()
 
@@ -282,31 +284,31 @@ async def test_the_end_of_training_waits_for_no_disk_that_hangs(world: World) ->
     folder is not tidied up there."""
     world.begin()
     world.lost.append("n1")
-    world.coordinator.commit(7)
+    world.nodes.commit(7)
     await world.steps.begun(1)
-    world.coordinator.commit(9)
+    world.nodes.commit(9)
     end = asyncio.create_task(world.drains.settle())
     await asyncio.sleep(0.05)
-    emit = world.coordinator.observers.emit
+    emit = world.nodes.observers.emit
     emit("reader_stalled", "another reader", reader="verify-17")
     await asyncio.sleep(0.05)
     assert not end.done()
-    world.coordinator.hanging = ["write-3 on n0"]
+    world.nodes.hanging = ["write-3 on n0"]
     emit("reader_stalled", "it has not run", reader="write-3")
     await asyncio.wait_for(end, WAIT / 2)
-    (waits,) = world.coordinator.kinds("drain_awaited")
+    (waits,) = world.nodes.kinds("drain_awaited")
     assert "the job ends once iteration 7 is on disk, or" in waits.text
-    (failed,) = world.coordinator.kinds("drain_failed")
+    (failed,) = world.nodes.kinds("drain_failed")
     assert "the job ends, and what was there stays: write has not run for 120 s" in failed.text
     assert len(world.steps.writes) == 1 and world.steps.others == ["clear"]
 
 
 async def test_the_end_of_training_says_that_nothing_more_is_drained(world: World) -> None:
     world.begin()
-    world.coordinator.hanging = ["write-3 on n0"]
-    world.coordinator.commit(7)
+    world.nodes.hanging = ["write-3 on n0"]
+    world.nodes.commit(7)
     await asyncio.wait_for(world.drains.settle(), WAIT / 2)
-    (failed,) = world.coordinator.kinds("drain_failed")
+    (failed,) = world.nodes.kinds("drain_failed")
     assert failed.text == "nothing more is drained, as the disk hangs: write-3 on n0"
 
 
@@ -316,15 +318,15 @@ async def test_what_a_failure_during_a_drain_would_have_cost_is_said_once(world:
         world.lost[:] = []
         await asyncio.sleep(0.05)
         world.lost.append("n1")
-        world.coordinator.commit(iteration)
+        world.nodes.commit(iteration)
         end = await world.steps.begun(len(world.steps.writes) + 1)
-        world.coordinator.progress["dp0"] = 30
+        world.nodes.progress["dp0"] = 30
         for reached in (10, 30):
-            world.coordinator.skips.begin(reached, 4)
+            world.nodes.skips.begin(reached, 4)
         end.set_result(None)
         await until(lambda: not world.drains._plan_begun, "the end")
     await world.drains.abandon()
-    warned, cost = world.coordinator.kinds("drain_cost")
+    warned, cost = world.nodes.kinds("drain_cost")
     assert "no snapshot is taken while a drain runs" in warned.text and "; n1 is" in warned.text
     assert "would have lost 23 iterations; with --slots 3" in cost.text
 
@@ -333,4 +335,4 @@ async def test_three_slots_need_no_warning(world: World) -> None:
     world.slots = SlotChoice(3)
     world.begin()
     await world.drains.abandon()
-    assert not world.coordinator.kinds("drain_cost")
+    assert not world.nodes.kinds("drain_cost")

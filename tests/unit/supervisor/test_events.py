@@ -61,7 +61,7 @@ def test_a_kind_that_does_not_exist_is_refused() -> None:
 
 
 class Led:
-    """The part of a coordinator that a notifier needs."""
+    """The part of a Fleet that a notifier needs."""
 
     incarnation = 3
 

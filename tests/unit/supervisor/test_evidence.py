@@ -20,15 +20,15 @@ from megatron_ft.supervisor.job_state import JobState
 
 @dataclass
 class Nodes:
-    """The coordinator and the trainers as an evidence keeper sees them: none has ended yet."""
+    """The fleet and the trainers as an evidence keeper sees them: none has ended yet."""
 
     observers: Observers = field(default_factory=Observers)
     listeners: list[Callable[[m.NodeEvent], None]] = field(default_factory=list)
-    pulses: Heartbeats = field(default_factory=Heartbeats)
+    heartbeats: Heartbeats = field(default_factory=Heartbeats)
     incarnation: int = 3
 
     def listen(self, listener: Callable[[m.NodeEvent], None]) -> None:
-        """As of the coordinator."""
+        """As of Fleet."""
         self.listeners.append(listener)
 
     def nodes_by_rank(self) -> dict[int, str]:
@@ -49,7 +49,7 @@ def test_the_versions_are_those_of_the_trainers(tmp_path: Path) -> None:
         job = SimpleNamespace(
             state=state,
             launcher=cluster,
-            coordinator=nodes,
+            fleet=nodes,
             trainers=nodes,
             observers=nodes.observers,
         )

@@ -216,7 +216,7 @@ def test_a_job_that_shall_not_shrink_or_cannot_stays_as_it_is(tmp_path: Path) ->
         with JobState(tmp_path / f"{policy}-{rule}", "job") as state:
             state.update(active=("n0", "n1"), shards=SEATS, rank_rule=rule)
             spec = spec_of(tmp_path, on_no_spare=policy)
-            members = Membership(spec, cluster, state, cast(Any, SimpleNamespace()))
+            members = Membership(spec, cluster, state, cast(Any, SimpleNamespace(fleet=None)))
             job = SimpleNamespace(spec=spec, state=state, members=members, emit=observers.emit)
             assert shrink(cast(Any, job), left) is shrunk
             assert members.active == (["n1"] if shrunk else ["n0", "n1"])

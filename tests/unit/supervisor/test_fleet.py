@@ -76,7 +76,7 @@ def test_a_scheduler_that_is_away_costs_no_node(made: list[Any], tmp_path: Path)
                 os.kill(supervisor.state.record.smps["n0"].pid, signal.SIGKILL)
                 assert await members.smps.ended() == ["n0"]
         finally:
-            await supervisor.coordinator.close()
+            await supervisor.fleet.close()
 
     with JobState(tmp_path / "state", f"test-{uuid.uuid4().hex[:8]}") as state:
         supervisor = supervised(made, tmp_path, state)

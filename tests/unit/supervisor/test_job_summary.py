@@ -17,28 +17,27 @@ from megatron_ft.cli.main import main as cli
 from megatron_ft.core import private_files
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.smp.slot_rules import MOST_SKIPPED
 from megatron_ft.supervisor.admission import admit
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.cycle import Action, CyclePhase, Send, SnapshotCycle, SnapshotEnded
-from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.exposure import Exposure, StripeMap
 from megatron_ft.supervisor.job_state import STATUS
 from megatron_ft.supervisor.orders import Timing, stripe_orders
 from megatron_ft.supervisor.schedule import Schedule
+from megatron_ft.supervisor.snapshots import SnapshotPump
 from megatron_ft.supervisor.summary import JobSummary
 from megatron_ft.trainer.binding import layout_changed
-from tests.support.smp_node import SECRET, SmpNode, run
+from tests.support.pumps import answer, pump
+from tests.support.smp_node import SmpNode, run
 
 
-def coordinator(heartbeat: float = 0.5) -> Coordinator:
+def pump_of(heartbeat: float = 0.5) -> SnapshotPump:
     lease = max(10.0, 5 * heartbeat)
     timing = Timing(heartbeat=heartbeat, lease=lease, node_timeout=1.5 * lease)
-    return Coordinator(JobKeys.derive(SECRET), Observers(), lambda world: None, timing)
+    return pump(timing)
 
 
-def summary(of: Coordinator) -> dict[str, Any]:
+def summary(of: SnapshotPump) -> dict[str, Any]:
     more = {"spares": [], "watch": {}, "drain_failures": 0, "drain_failure": ""}
     return JobSummary(of, lambda: more).view()
 
@@ -50,7 +49,7 @@ STRIPES = stripe_orders(
 )
 
 
-def training(of: Coordinator, **held: tuple[m.HeldSnapshot, ...]) -> Coordinator:
+def training(of: SnapshotPump, **held: tuple[m.HeldSnapshot, ...]) -> SnapshotPump:
     """In the middle of training, with what each node has said to hold."""
     of.cycle = SnapshotCycle(1, PLACES, STRIPES, Schedule(10))
     of.standing.held = dict(held)
@@ -59,14 +58,14 @@ def training(of: Coordinator, **held: tuple[m.HeldSnapshot, ...]) -> Coordinator
     return of
 
 
-def headline(of: Coordinator) -> str:
+def headline(of: SnapshotPump) -> str:
     job = {"summary": summary(of), "nodes": {}, "supervised": True}
     return status.render("job", job).splitlines()[0]
 
 
 def test_the_headline_says_what_each_failure_falls_back_to_now() -> None:
     old, new = m.HeldSnapshot(OLD, 10, True), m.HeldSnapshot(NEW, 20, False)
-    of = training(coordinator(), n0=(new, old), n1=(new, old))
+    of = training(pump_of(), n0=(new, old), n1=(new, old))
     assert "iteration 20 survives a crash, iteration 10 a node loss" in headline(of)
     of.standing.damage.lost.add(("dp0", OLD))
     assert "20 survives a crash, nothing in memory survives a node loss (1 sh" in headline(of)
@@ -95,35 +94,40 @@ def test_a_pause_that_comes_with_a_heartbeat_stops_the_permit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def story() -> CyclePhase:
-        of = coordinator()
+        of = pump_of()
         cycle = SnapshotCycle(1, PLACES, STRIPES, Schedule(10))
         looked = asyncio.Event()
 
         async def refresh() -> None:
-            of.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
-            of._paused_on = {"n0"}
+            of.fleet.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
+            of.fleet.take_answer(answer("n0", paused=True))
             looked.set()
 
-        monkeypatch.setattr(of, "refresh", refresh)
-        of.start_snapshots(cycle)
+        monkeypatch.setattr(of.fleet, "refresh", refresh)
+        of.start(cycle)
         await asyncio.wait_for(looked.wait(), 30)
         phase = cycle.phase
-        of.links.clear()
-        await of.close()
+        of.fleet.links.clear()
+        await of.fleet.close()
         return phase
 
     assert run(story()) == CyclePhase.IDLE
 
 
-def full(of: Coordinator, *, skipped: int, away: float) -> list[Action]:
+def crowd(of: SnapshotPump) -> None:
+    """Have a node say that its slots are full, besides what it holds."""
+    of.fleet.take_answer(answer("n0", crowded=True, held=of.standing.held.get("n0", ())))
+
+
+def full(of: SnapshotPump, *, skipped: int, away: float) -> list[Action]:
     """What is permitted beside a protected snapshot and a newer local one, without encoders."""
-    of._crowded_on = {"n0"}
-    of.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
+    crowd(of)
+    of.fleet.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
     of._world_seen = time.monotonic() - away
     assert of.cycle is not None
-    of.progress = dict.fromkeys(PLACES, 20)
+    of.fleet.progress = dict.fromkeys(PLACES, 20)
     assert of._next(of.cycle) == []
-    of.progress = dict.fromkeys(PLACES, 20 + 10 * skipped)
+    of.fleet.progress = dict.fromkeys(PLACES, 20 + 10 * skipped)
     assert of._next(of.cycle) == [] or skipped >= MOST_SKIPPED
     return of._next(of.cycle) if of.cycle.phase == CyclePhase.IDLE else [Send("", m.Ok())]
 
@@ -131,39 +135,39 @@ def full(of: Coordinator, *, skipped: int, away: float) -> list[Action]:
 def test_captures_are_skipped_and_counted_until_the_protected_one_gives_way() -> None:
     old, new = m.HeldSnapshot(OLD, 10, True), m.HeldSnapshot(NEW, 20, False)
     held = {"n0": (new, old), "n1": (new, old)}
-    soon = training(coordinator(), **held)
+    soon = training(pump_of(), **held)
     assert full(soon, skipped=MOST_SKIPPED, away=1.0) == []
     assert f"want of encoders, {MOST_SKIPPED} skipped so far" in headline(soon)
-    assert full(training(coordinator(), **held), skipped=1, away=1e6) == []
-    late = training(coordinator(), **held)
+    assert full(training(pump_of(), **held), skipped=1, away=1e6) == []
+    late = training(pump_of(), **held)
     assert full(late, skipped=MOST_SKIPPED, away=1e6)
     assert late.skips.total == MOST_SKIPPED
 
 
 def test_captures_wait_for_the_memory_of_further_slots() -> None:
-    of = training(coordinator(), n0=(), n1=())
+    of = training(pump_of(), n0=(), n1=())
     told: list[str] = []
-    of.observers.subscribe(lambda event: told.append(event.text))
-    of.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
-    answer = m.LeaseAnswer("n0", False, dict.fromkeys(PLACES, 20), "", 1.0)
+    of.fleet.observers.subscribe(lambda event: told.append(event.text))
+    of.fleet.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
+    said = answer("n0", progress=dict.fromkeys(PLACES, 20))
     assert of.cycle is not None
     for shortage in ("", "no memory", "no memory"):
-        of._on_answer(msgspec.structs.replace(answer, unmade=True, shortage=shortage))
+        of.fleet.take_answer(msgspec.structs.replace(said, unmade=True, shortage=shortage))
         assert of._next(of.cycle) == []
     assert "skipped for memory to be made" in headline(of)
     held, lacking = told
     assert held == "memory of a further slot is being made: captures are skipped"
     assert lacking == "n0: no memory; no snapshot is taken before there is room"
-    of._on_answer(answer)
+    of.fleet.take_answer(said)
     assert of._next(of.cycle)
 
 
 def test_nothing_is_given_up_while_a_refused_permit_is_waited_for() -> None:
     """A node cannot take snapshots for now: there is no capture that needs the room."""
     old, new = m.HeldSnapshot(OLD, 10, True), m.HeldSnapshot(NEW, 20, False)
-    of = training(coordinator(), n0=(new, old), n1=(new, old))
+    of = training(pump_of(), n0=(new, old), n1=(new, old))
     told: list[str] = []
-    of.observers.subscribe(lambda event: told.append(event.kind))
+    of.fleet.observers.subscribe(lambda event: told.append(event.kind))
     assert of.cycle is not None
     of.cycle.schedule.permitted(1_000_000)
     of.cycle.schedule.refused()
@@ -174,11 +178,11 @@ def test_nothing_is_given_up_while_a_refused_permit_is_waited_for() -> None:
 async def test_the_coordinator_looks_how_long_a_capture_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    keys, timing = JobKeys.derive(SECRET), Timing(encode_timeout=0.01)
-    of = training(Coordinator(keys, Observers(), lambda world: None, timing))
+    timing = Timing(encode_timeout=0.01)
+    of = training(pump(timing))
     cycle = of.cycle
     assert cycle is not None and cycle.propose(20, "")
-    of.progress = dict.fromkeys(PLACES, 1000)
+    of.fleet.progress = dict.fromkeys(PLACES, 1000)
     aborted = asyncio.Event()
 
     def perform(cycle: SnapshotCycle, actions: list[Action]) -> None:
@@ -186,24 +190,24 @@ async def test_the_coordinator_looks_how_long_a_capture_takes(
             aborted.set()
 
     monkeypatch.setattr(of, "_perform", perform)
-    pump = asyncio.create_task(of._pump(cycle))
+    running = asyncio.create_task(of._pump(cycle))
     try:
         await asyncio.wait_for(aborted.wait(), 20)
     finally:
-        pump.cancel()
+        running.cancel()
 
 
 def test_a_local_snapshot_whose_parity_finds_wrong_bytes_counts_as_damaged() -> None:
     """Without that word the headline would promise what no rank could load."""
     new = m.HeldSnapshot(NEW, 20, False)
-    of = training(coordinator(), n0=(new,), n1=(new,))
+    of = training(pump_of(), n0=(new,), n1=(new,))
     assert "iteration 20 survives a crash" in headline(of)
     of._ended(
         SnapshotEnded(NEW, 20, "local", "wrong bytes", again=True, corrupt=frozenset({"dp0"}))
     )
     assert "nothing in memory survives a crash" in headline(of)
     assert of.cycle is not None
-    of.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
+    of.fleet.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
     of.encoders.expect("w1", ("n0",))
     of.encoders.on_event(m.NodeEvent("n0", 1, m.EncoderHello(1, "w1", 1)))
     grants = [a.message for a in of._next(of.cycle) if isinstance(a, Send)]
@@ -225,18 +229,18 @@ def test_status_is_of_the_supervisor_and_of_each_smp_that_answers(
 
     async def story() -> None:
         node.start(str(file))
-        of = coordinator(heartbeat=60.0)
-        of.connect("node0", await node.endpoint())
-        await admit(of, 1, ["node0"], {})
-        await of.refresh()
+        of = pump_of(heartbeat=60.0)
+        of.fleet.connect("node0", await node.endpoint())
+        await admit(of.fleet, 1, ["node0"], {})
+        await of.fleet.refresh()
         text = await asyncio.to_thread(shown)
         assert "whose status cannot be read: give its --state-dir" in text and "(spare)" in text
-        of.note_move("node0", state="moved")
+        of.fleet.evacuations.note_move("node0", state="moved")
         told = {"time": time.time() - 3600.0, "summary": summary(of), "ranks": {}}
         private_files.replace_file(file, json.dumps(told).encode())
         text = await asyncio.to_thread(shown)
         assert "incarnation 1" in text and "(evacuated)" in text and "wrote this" not in text
-        await of.close(release=True)
+        await of.fleet.close(release=True)
         text = await asyncio.to_thread(shown)
         assert "no supervisor" in text and "its supervisor wrote this 3600 s ago" in text
         assert "node0      (evacuated)" in text
@@ -249,7 +253,7 @@ def test_status_is_of_the_supervisor_and_of_each_smp_that_answers(
 
 def test_status_shows_why_no_snapshot_succeeds_until_one_does() -> None:
     """As where a layout has changed in mid-run: each one is given up for the same reason."""
-    of, cause = coordinator(), layout_changed("moment is new")
+    of, cause = pump_of(), layout_changed("moment is new")
 
     def shown() -> str:
         job = {"summary": summary(of), "nodes": {}, "supervised": True}
@@ -266,26 +270,27 @@ def test_status_shows_why_no_snapshot_succeeds_until_one_does() -> None:
 
 
 def test_ranks_that_do_not_register_are_in_the_status_until_they_have() -> None:
-    of = coordinator()
+    of = pump_of()
     known = JobSummary(of, lambda: {"spares": [], "watch": {}})
 
     def lines() -> str:
         return status.render("job", {"summary": known.view(), "nodes": {}, "supervised": True})
 
-    of.observers.emit("unregistered", "nothing is protected: 120 s after the start")
+    of.fleet.observers.emit("unregistered", "nothing is protected: 120 s after the start")
     assert "nothing is protected: 120 s" in lines()
-    of.observers.emit("training", "training", iteration=0)
+    of.fleet.observers.emit("training", "training", iteration=0)
     assert "nothing is protected" not in lines()
 
 
 def test_a_damaged_snapshot_without_parity_makes_room_before_the_protected_one() -> None:
     """Encoders are up, and refuse it; nothing can be restored from it."""
     old, new = m.HeldSnapshot(OLD, 10, True), m.HeldSnapshot(NEW, 20, False)
-    of = training(coordinator(), n0=(new, old), n1=(new, old))
+    of = training(pump_of(), n0=(new, old), n1=(new, old))
     told: list[str] = []
-    of.observers.subscribe(lambda event: told.append(event.text))
-    of.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
-    of._crowded_on, of.progress = {"n0"}, dict.fromkeys(PLACES, 20)
+    of.fleet.observers.subscribe(lambda event: told.append(event.text))
+    of.fleet.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
+    crowd(of)
+    of.fleet.progress = dict.fromkeys(PLACES, 20)
     assert of.cycle is not None
     assert of._next(of.cycle) == [], "it is whole as far as anybody knows"
     of.standing.damage.count_lost(NEW, {next(iter(PLACES))})
@@ -308,12 +313,12 @@ def test_who_holds_a_snapshot_is_named_with_what_follows(
     readers: tuple[str, ...], named: str
 ) -> None:
     old, new = m.HeldSnapshot(OLD, 10, True), m.HeldSnapshot(NEW, 20, True)
-    of = training(coordinator(), n0=(new, old), n1=(new, old))
+    of = training(pump_of(), n0=(new, old), n1=(new, old))
     told: list[str] = []
-    of.observers.subscribe(lambda event: told.append(event.text))
-    of.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
-    answer = m.LeaseAnswer("n0", False, dict.fromkeys(PLACES, 20), "", 1.0, pinned=True)
-    of._on_answer(msgspec.structs.replace(answer, held=(new, old), readers=readers))
+    of.fleet.observers.subscribe(lambda event: told.append(event.text))
+    of.fleet.links = dict.fromkeys(PLACES.values())  # type: ignore[assignment]
+    said = answer("n0", progress=dict.fromkeys(PLACES, 20), pinned=True)
+    of.fleet.take_answer(msgspec.structs.replace(said, held=(new, old), readers=readers))
     assert of.cycle is not None and of._next(of.cycle) == []
     (held,) = told
     assert held == (

@@ -10,12 +10,10 @@ import pytest
 from megatron_ft.checkpoint.decide import FAILURE_LIMIT, Decision, Quarantine
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.sockets import JobKeys
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.job_state import JobState
-from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.quarantine_policy import QuarantinePolicy
+from tests.support.pumps import answer, pump
 
 SNAPSHOT = SnapshotId(1, 1)
 START = Decision(SNAPSHOT, 10, True, (), {})
@@ -27,14 +25,12 @@ def test_only_who_has_loaded_a_snapshot_can_fail_from_it(
     """A rank that dies while another still loads says nothing of the weights."""
 
     async def story(state: JobState) -> None:
-        coordinator = Coordinator(
-            JobKeys.derive(bytes(32)), Observers(), lambda world: None, Timing()
-        )
-        policy = QuarantinePolicy(state, coordinator, near=5)
+        of = pump()
+        policy = QuarantinePolicy(state, of, near=5)
         await policy.begin(START, (Ancestor(1, None),), ranks=2)
 
         def loads(shard: str) -> None:
-            coordinator._on_event(m.NodeEvent("n0", 0, m.Restored(shard, SNAPSHOT)))
+            of.fleet.take(m.NodeEvent("n0", 0, m.Restored(shard, SNAPSHOT)))
 
         loads("dp0")
         for _ in range(FAILURE_LIMIT):
@@ -45,11 +41,11 @@ def test_only_who_has_loaded_a_snapshot_can_fail_from_it(
             """A node answers behind what it has told."""
             loads("dp1")
 
-        monkeypatch.setattr(coordinator, "refresh", refresh)
+        monkeypatch.setattr(of.fleet, "refresh", refresh)
         rejected = [await policy.training_failed() for _ in range(FAILURE_LIMIT)]
         assert rejected == [False] * (FAILURE_LIMIT - 1) + [True]
         assert state.record.quarantine.rejected == (SNAPSHOT,)
-        await coordinator.close()
+        await of.fleet.close()
 
     with JobState(tmp_path / "job", "job") as state:
         asyncio.run(asyncio.wait_for(story(state), 100))
@@ -60,12 +56,10 @@ def test_a_rewind_that_cannot_be_noted_is_told_and_still_carried_out(tmp_path: P
     with JobState(tmp_path / "job", "job") as state:
         observers = Observers()
         observers.subscribe(lambda event: told.append(event.kind))
-        coordinator = Coordinator(
-            JobKeys.derive(bytes(32)), observers, lambda world: None, Timing()
-        )
-        coordinator.rewind_before = 7
+        of = pump(observers=observers)
         (tmp_path / "job" / ".job.json.tmp").mkdir()
-        policy = QuarantinePolicy(state, coordinator, near=5)
+        policy = QuarantinePolicy(state, of, near=5)
+        of.fleet.take_answer(answer("n0", rewind=7))
         policy.rewind()
         assert policy.quarantine.before == 7
     assert told == ["notes_unwritten", "rewind"]

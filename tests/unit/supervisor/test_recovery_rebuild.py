@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,14 +33,11 @@ RECORD = SealedRecord("dp1", SNAPSHOT, 30, 0, 0, 0, 0, 0, bytes(32), bytes(32))
 REBUILT = m.Rebuilt(SNAPSHOT, WORLD, "dp1", RECORD, bytes(32), (), 0, 0.0)
 
 
-class Coordinator:
+class Nodes:
     """Answers a rebuild by these events, whoever listens."""
 
     def __init__(self, *bodies: Any) -> None:
         self._listeners: tuple[Callable[[m.NodeEvent], None], ...] = ()
-        self.observers = Observers()
-        self.encoders = ExpectedWorld(self.observers, lambda name: None)
-        self.encoders.expect(WORLD, ())
         self._bodies = bodies
 
     def listening(self, *listeners: Callable[[m.NodeEvent], None]) -> AbstractContextManager[None]:
@@ -55,8 +53,10 @@ class Coordinator:
 
 def rebuild(*bodies: Any) -> None:
     async def story() -> None:
-        coordinator: Any = Coordinator(*bodies)
-        await asyncio.wait_for(rebuild_lost(coordinator, PLAN, SNAPSHOT), 10)
+        encoders = ExpectedWorld(Observers(), lambda name: None)
+        encoders.expect(WORLD, ())
+        job: Any = SimpleNamespace(fleet=Nodes(*bodies), encoders=encoders, emit=Observers().emit)
+        await asyncio.wait_for(rebuild_lost(job, PLAN, SNAPSHOT), 10)
 
     asyncio.run(story())
 

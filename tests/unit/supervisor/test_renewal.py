@@ -47,7 +47,7 @@ def test_a_rank_that_cannot_use_its_arena_is_named_once_for_each_reason() -> Non
     observers = Observers()
     observers.subscribe(said.append)
     none: Any = None
-    job = SimpleNamespace(coordinator=SimpleNamespace(observers=observers))
+    job = SimpleNamespace(fleet=SimpleNamespace(observers=observers))
     renewal = ArenaRenewal(cast(Any, job), none, none, none)
     for reason in ("no memory", "no memory", "no device"):
         body = m.Unattached("pp0-tp0-dp1-ep0", reason)

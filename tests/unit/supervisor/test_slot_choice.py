@@ -15,7 +15,7 @@ from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.errors import ConfigError, ControlPlaneError
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.coordinator import Coordinator
+from megatron_ft.supervisor.fleet import Fleet
 from megatron_ft.supervisor.orders import bytes_by_node, create_requests
 from megatron_ft.supervisor.slot_choice import choose_slots, too_small
 from megatron_ft.supervisor.spec import JobSpec
@@ -35,7 +35,7 @@ class Nodes:
         self.rooms, self.asked = rooms, 0
 
     async def ask_all(self, requests: Mapping[str, m.Message]) -> dict[str, m.Room]:
-        """Stands for Connections.ask_all."""
+        """Stands for Fleet.ask_all."""
         self.asked += 1
         if away := requests.keys() - self.rooms.keys():
             raise ControlPlaneError(f"no answer of {away}")
@@ -48,7 +48,7 @@ def room(available: int, machine: str) -> m.Room:
 
 def chosen(nodes: Nodes, **settings: Any) -> tuple[int, str]:
     spec = JobSpec(name="job", command=("x",), nodes=2, settings=SnapshotConfig(**settings))
-    work = choose_slots(cast(Coordinator, nodes), spec, STRIPES, PLACES, ["n2"])
+    work = choose_slots(cast(Fleet, nodes), spec, STRIPES, PLACES, ["n2"])
     choice = asyncio.run(work)
     return choice.count, choice.reason
 

@@ -37,7 +37,7 @@ def test_standing_answers_with_the_newest_of_each_kind(story: list[str]) -> None
                 standing.loses_memory()
                 committed = protected = None
             case "begin":
-                standing.begin_incarnation()
+                standing.restores(None)
                 resumed = None
             case "resume":
                 standing.resumes(number)

@@ -10,16 +10,14 @@ from typing import Any
 import pytest
 
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor import encoder_world, expected_world
-from megatron_ft.supervisor.coordinator import Coordinator
 from megatron_ft.supervisor.encoder_world import (
     FIRST_DELAY_SECONDS,
     LONGEST_DELAY_SECONDS,
     WorldKeeper,
 )
 from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.orders import Timing
+from tests.support.pumps import pump
 
 
 class Worlds:
@@ -69,8 +67,8 @@ def delays(incarnations: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> li
         clock = SimpleNamespace(monotonic=worlds.monotonic)
         monkeypatch.setattr(encoder_world, "time", clock)
         monkeypatch.setattr(encoder_world.asyncio, "sleep", worlds.sleep)
-        keys = JobKeys.derive(bytes(32))
-        keeper = WorldKeeper(worlds, Coordinator(keys, Observers(), worlds.end, Timing()))
+        of = pump(kill=worlds.end)
+        keeper = WorldKeeper(worlds, of.encoders, of.fleet)
         keeper.start(["n0"])
         await worlds.over.wait()
         keeper.stop()
@@ -100,9 +98,9 @@ def test_a_cause_is_told_once_until_a_world_is_up_again(monkeypatch: pytest.Monk
         """The first five are refused, the sixth joins, and all end."""
         event = m.EncoderRefused("world", f"{full} {world}")
         if world < 5:
-            keeper._coordinator._on_event(m.NodeEvent("n0", 0, event))
+            keeper._fleet.take(m.NodeEvent("n0", 0, event))
         elif world == 5:
-            keeper._coordinator._on_event(m.NodeEvent("n0", 0, m.EncoderHello(1, "world", 0)))
+            keeper._fleet.take(m.NodeEvent("n0", 0, m.EncoderHello(1, "world", 0)))
 
     async def story() -> None:
         worlds: Any = Worlds([0.1] * 8)
@@ -118,8 +116,8 @@ def test_a_cause_is_told_once_until_a_world_is_up_again(monkeypatch: pytest.Monk
 
         worlds.ended = until_end
         observers.subscribe(lambda event: told.append(f"{event.kind}: {event.text}"))
-        keys = JobKeys.derive(bytes(32))
-        keeper = WorldKeeper(worlds, Coordinator(keys, observers, worlds.end, Timing()))
+        of = pump(observers=observers, kill=worlds.end)
+        keeper = WorldKeeper(worlds, of.encoders, of.fleet)
         keeper.start(["n0"])
         await worlds.over.wait()
         keeper.stop()
@@ -158,10 +156,10 @@ def test_a_world_that_is_not_up_in_time_is_ended_and_replaced(
         monkeypatch.setattr(encoder_world, "FIRST_DELAY_SECONDS", 0.01)
         observers, again = Observers(), asyncio.Event()
         observers.subscribe(lambda event: told.append(f"{event.kind}: {event.text}"))
-        coordinator = Coordinator(JobKeys.derive(bytes(32)), observers, worlds.end, Timing())
-        keeper = WorldKeeper(worlds, coordinator)
+        of = pump(observers=observers, kill=worlds.end)
+        keeper = WorldKeeper(worlds, of.encoders, of.fleet)
         keeper.start(["n0", "n1"])
-        coordinator._on_event(m.NodeEvent("n1", 0, m.EncoderHello(1, "world", 0)))
+        of.fleet.take(m.NodeEvent("n1", 0, m.EncoderHello(1, "world", 0)))
 
         def start(nodes: Sequence[str], incarnation: int) -> str:
             monkeypatch.setattr(expected_world, "WORLD_TIMEOUT_SECONDS", 60.0)
@@ -171,9 +169,9 @@ def test_a_world_that_is_not_up_in_time_is_ended_and_replaced(
         worlds.start = start
         await again.wait()
         for node in ("n0", "n1"):
-            coordinator._on_event(m.NodeEvent(node, 0, m.EncoderHello(1, "world", 0)))
-        await coordinator.encoders.ready()
-        assert coordinator.encoders.usable == "world"
+            of.fleet.take(m.NodeEvent(node, 0, m.EncoderHello(1, "world", 0)))
+        await of.encoders.ready()
+        assert of.encoders.usable == "world"
         keeper.stop()
 
     asyncio.run(asyncio.wait_for(story(), 60))

@@ -1,24 +1,16 @@
-"""The coordinator: heartbeats to every SMP, and snapshots driven through cycle.py.
-
-It lives in the supervisor's process.  Its lease is renewed with each heartbeat; an SMP
-that hears none for the length of the lease kills its own trainers, and a new
-coordinator is admitted there only after that.
-"""
+"""The snapshots of a job: permits, commits and aborts, as cycle.py decides them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.smp.slot_rules import protected_gives_way
-from megatron_ft.supervisor.connections import REQUEST_TIMEOUT_SECONDS, Connections
 from megatron_ft.supervisor.cycle import (
     Action,
     CyclePhase,
@@ -31,20 +23,19 @@ from megatron_ft.supervisor.events import (
     AbortedEvent,
     CommittedEvent,
     DroppedEvent,
-    Observers,
     ReaderStalledEvent,
 )
+from megatron_ft.supervisor.expected_world import ExpectedWorld
 from megatron_ft.supervisor.exposure import Fallbacks
-from megatron_ft.supervisor.orders import Timing
+from megatron_ft.supervisor.fleet import HOLDER, REQUEST_TIMEOUT_SECONDS, Fleet
 from megatron_ft.supervisor.replicas import ReplicaWatch
 from megatron_ft.supervisor.schedule import Skips
+from megatron_ft.supervisor.standing import Standing
 
 LOOK_SECONDS = 0.25
 """Interval of looks at what no event brings: the end of a pause, parity that takes too long."""
 MOST_PROTECT_TRIES = 3
 """Most tries of parity for a local snapshot; then only a newer snapshot gets some."""
-HOLDER = "drain"
-"""The coordinator's name as a reader; it has one drain at a time."""
 
 
 class Standstill(NamedTuple):
@@ -55,93 +46,69 @@ class Standstill(NamedTuple):
     ended: asyncio.Future[SnapshotEnded]
 
 
-class Coordinator(Connections):
-    """Control-plane state of one job over all its incarnations.
+class SnapshotPump:
+    """Takes one snapshot after the other while an incarnation trains.
 
-    ``kill_world`` ends the encoder world of a name; ``observers`` get what happens.
-    ``scrub_percent`` is the share of one core that each node's scrub may use.
+    ``cycle`` is that of the incarnation, None before and after.  ``skips`` counts snapshots that
+    were due and could not be permitted, ``given_up`` those aborted since the last commit, with the
+    reason of the last one.  ``renewing`` while arenas give way to larger ones.
     """
 
-    def __init__(
-        self,
-        keys: JobKeys,
-        observers: Observers,
-        kill_world: Callable[[str], None],
-        timing: Timing,
-        scrub_percent: float = 0.0,
-    ) -> None:
-        super().__init__(keys, observers, kill_world, timing, scrub_percent)
+    def __init__(self, fleet: Fleet, standing: Standing, encoders: ExpectedWorld) -> None:
+        self.fleet, self.standing, self.encoders = fleet, standing, encoders
         self.cycle: SnapshotCycle | None = None
-        self.moves: dict[str, dict[str, Any]] = {}
-        """Evacuated nodes, and what became of them."""
-        self.skips = Skips()
-        self.replicas = ReplicaWatch(observers)
+        self.skips, self._emit = Skips(), fleet.observers.emit
+        self.replicas = ReplicaWatch(fleet.observers)
         self.given_up = (0, "")
+        self.renewing = False
         # By snapshot: the longest time that it has held a trainer.
         self._stalls: dict[SnapshotId, float] = {}
-        """Snapshots aborted since the last commit, and the reason of the last one."""
-        self._listeners: list[Callable[[m.NodeEvent], None]] = []
-        self.renewing = False
         self._kick = asyncio.Event()
         self._standstill: Standstill | None = None
         self._encoding_since = self._world_seen = self._first_try = 0.0
         self._protect_tries: dict[SnapshotId, int] = {}
         self._lost_reported: SnapshotId | None = None
+        fleet.listen(self._on_event)
+        fleet.listen_answers(self._on_answer)
 
-    def note_move(self, node: str, **what: Any) -> None:
-        """Record what became of a node that was to be evacuated."""
-        self.moves[node] = what
+    @property
+    def paused(self) -> bool:
+        """True if a node was ordered to stop snapshots; one is enough for the whole job."""
+        return self.fleet.say(lambda said: said.paused)
 
-    async def hold(self, snapshot: SnapshotId, nodes: Sequence[str]) -> None:
-        """Pin a snapshot on these nodes for a drain; ControlPlaneError if one refuses."""
-        await self.ask_all({n: m.Hold(self.incarnation, HOLDER, snapshot) for n in nodes})
+    @property
+    def pinned(self) -> bool:
+        """True if some node has no slot for a snapshot but those that readers hold."""
+        return self.fleet.say(lambda said: said.pinned)
 
-    async def release(self, nodes: Sequence[str]) -> None:
-        """End ``hold``: each node knows of it, or is given up, or this incarnation is over.
+    @property
+    def crowded(self) -> bool:
+        """True if some node has no slot for a snapshot but that of the last protected one."""
+        return self.fleet.say(lambda said: said.crowded)
 
-        A request that is lost is repeated: until the next drain, which may wait for a snapshot
-        that has no slot, nothing else would end it.
-        """
-        await asyncio.gather(*(self._unhold(node, self.incarnation) for node in nodes))
+    @property
+    def unmade(self) -> bool:
+        """True if some node has no slot for a snapshot until further memory is made."""
+        return self.fleet.say(lambda said: said.unmade)
 
-    async def _unhold(self, node: str, incarnation: int) -> None:
-        while node in self.links and self.incarnation == incarnation:
-            with suppress(ControlPlaneError):
-                request = m.Unhold(incarnation, HOLDER)
-                await self.links[node].ask(request, REQUEST_TIMEOUT_SECONDS)
-                return
-
-    def start_snapshots(self, cycle: SnapshotCycle) -> None:
-        """Permit one snapshot after the other until ``stop_snapshots``."""
+    def start(self, cycle: SnapshotCycle) -> None:
+        """Permit one snapshot after the other until ``stop``."""
         self.cycle = cycle
         self.given_up = (0, "")
         self._protect_tries.clear()
-        self._keep(self._pump(cycle))
+        self.fleet.keep(self._pump(cycle))
 
     def fallbacks(self) -> Fallbacks:
         """The snapshots that failures would fall back to."""
         return self.standing.fallbacks(None if self.cycle is None else self.cycle.stripe_map)
 
-    def stop_snapshots(self) -> None:
+    def stop(self) -> None:
         """Permit no more; what is under way is left to the next recovery."""
-        self.cycle = self.failure = self._standstill = None
+        self.cycle = self._standstill = None
+        self.fleet.forget_failure()
         self.renewing = False
         self._stalls.clear()
         self._kick.set()
-
-    def listen(self, listener: Callable[[m.NodeEvent], None]) -> None:
-        """Pass every event of the present incarnation to ``listener`` from now on."""
-        self._listeners.append(listener)
-
-    @contextmanager
-    def listening(self, *listeners: Callable[[m.NodeEvent], None]) -> Iterator[None]:
-        """Pass events to ``listeners`` as long as the context is entered."""
-        self._listeners += listeners
-        try:
-            yield
-        finally:
-            for listener in listeners:
-                self._listeners.remove(listener)
 
     def hold_for_renewal(self, *, holding: bool) -> None:
         """Permit nothing while arenas give way to larger ones."""
@@ -176,7 +143,7 @@ class Coordinator(Connections):
                 self._world_seen = time.monotonic()
             self._learn_numbering(cycle)
             if cycle.phase == CyclePhase.IDLE and not self.paused:
-                await self.refresh()
+                await self.fleet.refresh()
                 # A pause may have come with these heartbeats.
                 if self.cycle is cycle and cycle.phase == CyclePhase.IDLE and not self.paused:
                     self._perform(cycle, self._next(cycle))
@@ -188,7 +155,7 @@ class Coordinator(Connections):
                 halts = self._standstill is not None and not self._unprotectable(cycle)
                 if halts and not cycle.stay and fastest < cycle.iteration:
                     self._perform(cycle, cycle.give_up("a node is evacuated first"))
-                now, limit = time.monotonic(), self.timing.encode_timeout
+                now, limit = time.monotonic(), self.fleet.timing.encode_timeout
                 self._perform(cycle, cycle.overdue(fastest, now, limit))
             self._kick.clear()
             try:
@@ -198,11 +165,11 @@ class Coordinator(Connections):
 
     def _learn_numbering(self, cycle: SnapshotCycle) -> None:
         """Let the schedule know how trainers number: a permit is for a number that they pass."""
-        heard = [one.report for one in self.pulses.all() if one.report.done]
+        heard = [one.report for one in self.fleet.heartbeats.all() if one.report.done]
         if heard:
             last = max(heard, key=lambda report: report.done)
             if text := cycle.schedule.heard(last.done, last.iteration):
-                self.observers.emit("numbering", text, stride=cycle.schedule.numbering.stride)
+                self._emit("numbering", text, stride=cycle.schedule.numbering.stride)
 
     def _next(self, cycle: SnapshotCycle) -> list[Action]:
         """Begin what is due: parity of the newest local snapshot, or a new one if it has room."""
@@ -231,18 +198,18 @@ class Coordinator(Connections):
         skipped = self.skips.end(fastest, interval)
         if skipped is not None:
             text = f"captures continue, {skipped} were skipped"
-            self.observers.emit("released", text, skipped=skipped)
+            self._emit("released", text, skipped=skipped)
         if halt is not None:
             stay = halt.seconds
             return cycle.propose(fastest, world, ahead=halt.ahead, stay=stay, lost=lost)
         actions = cycle.propose(fastest, world, give_up_protected=give_up, lost=lost)
         if give_up and actions:
             text = "it makes room for the next capture: encoders have been away for too long"
-            self.observers.emit("given_up", f"the last protected snapshot is given up: {text}")
+            self._emit("given_up", f"the last protected snapshot is given up: {text}")
         if lost is not None and actions and lost != self._lost_reported:
             self._lost_reported = lost
             text = "its bytes are damaged, and parity does not make up for it"
-            self.observers.emit("given_up", f"the newest snapshot is given up: {text}")
+            self._emit("given_up", f"the newest snapshot is given up: {text}")
         return actions
 
     def _unprotectable(self, cycle: SnapshotCycle) -> bool:
@@ -250,7 +217,7 @@ class Coordinator(Connections):
 
     def fastest(self, cycle: SnapshotCycle) -> int:
         """The highest iteration that a trainer has finished, -1 before."""
-        return max((self.progress.get(s, -1) for s in cycle.places), default=-1)
+        return max((self.fleet.progress.get(s, -1) for s in cycle.places), default=-1)
 
     def _skip(self, progress: int, interval: int) -> None:
         """Count; the observers get one event for each time that something is in the way."""
@@ -266,11 +233,12 @@ class Coordinator(Connections):
                 then += "continue"
             reason = f"{self._reader()} reads a snapshot" if self.pinned else full
             reason = "memory of a further slot is being made" if self.unmade else reason
-            self.observers.emit("held", f"{reason}: {then}")
+            self._emit("held", f"{reason}: {then}")
 
     def _reader(self) -> str:
         """The reader that is in the way of captures, in words."""
-        names = {(node, name) for node in self.links for name in self.readers.get(node, ())}
+        answers = self.fleet.answers
+        names = {(n, r) for n in self.fleet.links if n in answers for r in answers[n].readers}
         if any(name == HOLDER for _, name in names):
             return "the job's own drain"
         # Others are named by their process (local_query.py).
@@ -299,14 +267,14 @@ class Coordinator(Connections):
         return time.monotonic() - self._encoding_since > self._limit(cycle)
 
     def _limit(self, cycle: SnapshotCycle) -> float:
-        return cycle.stay or self.timing.encode_timeout
+        return cycle.stay or self.fleet.timing.encode_timeout
 
     def _perform(self, cycle: SnapshotCycle, actions: Iterable[Action]) -> None:
         for action in actions:
             if isinstance(action, Send):
                 if isinstance(action.message, m.Encode):
                     self._encoding_since = time.monotonic()
-                self._keep(self._send(cycle, action))
+                self.fleet.keep(self._send(cycle, action))
             elif isinstance(action, KillWorld):
                 self.encoders.end(action.world, action.reason)
             elif isinstance(action, SnapshotEnded):
@@ -316,16 +284,18 @@ class Coordinator(Connections):
 
     async def _send(self, cycle: SnapshotCycle, action: Send) -> None:
         """Send until answered: without a Commit's or Abort's answer nothing would ever continue."""
-        while self.cycle is cycle and action.node in self.links:
+        while self.cycle is cycle and action.node in self.fleet.links:
             try:
-                answer = await self.links[action.node].ask(action.message, REQUEST_TIMEOUT_SECONDS)
+                answer = await self.fleet.links[action.node].ask(
+                    action.message, REQUEST_TIMEOUT_SECONDS
+                )
             except ControlPlaneError as error:
                 if not isinstance(action.message, m.Commit | m.Abort):
                     self._perform(cycle, cycle.give_up(str(error)))
                     return
                 continue
             if isinstance(answer, m.Refused) and isinstance(action.message, m.Commit | m.Abort):
-                self.observers.emit("refused", f"{action.node}: {answer.reason}")
+                self._emit("refused", f"{action.node}: {answer.reason}")
             if self.cycle is cycle:
                 self._perform(cycle, cycle.answered(action.node, action.message, answer))
             return
@@ -346,26 +316,18 @@ class Coordinator(Connections):
             self.standing.commits(ended.snapshot, ended.iteration, ended.level)
             self.given_up = (0, "")
             text += f" committed ({ended.level})"
-            self.observers.emit(
+            self._emit(
                 CommittedEvent(iteration=ended.iteration, stall=stall, level=ended.level), text
             )
         elif ended.last:
             event = DroppedEvent(iteration=ended.iteration, stall=stall)
-            self.observers.emit(event, f"{text} given up: {ended.reason}")
+            self._emit(event, f"{text} given up: {ended.reason}")
         else:
             self.given_up = (self.given_up[0] + 1, ended.reason)
             given_up = AbortedEvent(iteration=ended.iteration, stall=stall)
-            self.observers.emit(given_up, f"{text} given up: {ended.reason}")
+            self._emit(given_up, f"{text} given up: {ended.reason}")
 
     def _on_event(self, event: m.NodeEvent) -> None:
-        try:
-            self._take(event)
-        except Exception as error:  # the link must continue reading: its node is not silent
-            self._fail(error)
-
-    def _take(self, event: m.NodeEvent) -> None:
-        if event.incarnation != self.incarnation:
-            return
         body = event.body
         if isinstance(body, m.CaptureCost):
             held = self._stalls.get(body.snapshot, 0.0)
@@ -375,9 +337,17 @@ class Coordinator(Connections):
         if isinstance(body, m.ReaderStalled):
             text = f"{body.reader} on {event.node} has not run for {body.seconds:.0f} s"
             text += ": it holds no snapshot any more"
-            self.observers.emit(ReaderStalledEvent(reader=body.reader, node=event.node), text)
+            self._emit(ReaderStalledEvent(reader=body.reader, node=event.node), text)
         if self.cycle is not None:
             self.standing.damage.on_event(event)
             self._perform(self.cycle, self.cycle.handle(event.node, body))
-        for listener in list(self._listeners):
-            listener(event)
+
+    def _on_answer(self, answer: m.LeaseAnswer, before: m.LeaseAnswer | None) -> None:
+        self.standing.holds(answer.node, answer.held)
+        if answer.shortage and not (before and before.shortage):
+            text = f"{answer.node}: {answer.shortage}; no snapshot is taken before there is room"
+            self._emit("no_room", text, node=answer.node)
+        others = self.fleet.say(lambda said: said.paused and said.node != answer.node)
+        if not others and answer.paused != (before is not None and before.paused):
+            word = "paused" if answer.paused else "resumed"
+            self._emit(word, f"snapshots {word} by request")
