@@ -95,7 +95,7 @@ class JobSpec:
         return self.own_timing or Timing(lease=lease, node_timeout=1.5 * lease)
 
     def arguments_for(self, nodes: int) -> tuple[str, ...]:
-        """Further arguments of the training command on this many nodes; none on all of them."""
+        """Further arguments of the training command on this number of nodes; none on all."""
         return self.shapes.get(nodes) or ()
 
     def shape_note(self, nodes: int) -> str:

@@ -80,12 +80,12 @@ class EquippedCluster(VirtualCluster):
         return super().start(node, words, env, log_path, stdin)
 
 
-def forked_trainers(host: WarmHost) -> dict[str, tuple[str, ...]]:
+def forked_trainers(host: WarmHost) -> dict[str, Any]:
     """Fields of ChaosSettings with which the trainers of its jobs are forked."""
     return {"python": tuple(warm(host.path, ()))}
 
 
-def equipment(host: WarmHost) -> dict[str, tuple[str, ...]]:
+def equipment(host: WarmHost) -> dict[str, Any]:
     """The same, and SMPs, drains and the command itself are forked as well."""
     forked = forked_trainers(host)
     return {**forked, "program": ("env", f"{WARM}={host.path}", *forked["python"], "-m", MODULE)}

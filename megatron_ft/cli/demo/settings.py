@@ -259,8 +259,8 @@ def _sizes(text: str) -> dict[str, int]:
         good = equals and name in DemoLayout._fields and name not in sizes and size.isdecimal()
         if not good or int(size) < 1:
             raise ConfigError(
-                f"--reshape {text}: {part!r} is not a size; give some of tp, pp and dp once "
-                "each, as in tp=1,dp=3"
+                f"--reshape {text}: {part!r} is not a size; give some of tp, pp and dp once each, "
+                "as in tp=1,dp=3"
             )
         sizes[name] = int(size)
     return sizes
@@ -290,9 +290,8 @@ def _against(layout: DemoLayout, settings: DemoSettings, left: int) -> str:
     """The reason why ``left`` nodes cannot train in the layout; empty if they can."""
     nodes, rest = divmod(layout.ranks, settings.ranks_per_node)
     if rest:
-        return (
-            f"{layout.ranks} ranks are not a multiple of --ranks-per-node {settings.ranks_per_node}"
-        )
+        per_node = f"--ranks-per-node {settings.ranks_per_node}"
+        return f"{layout.ranks} ranks are not a multiple of {per_node}"
     if nodes > left:
         return (
             f"its {layout.ranks} ranks take {nodes} nodes, and {left} are left when a fault and "

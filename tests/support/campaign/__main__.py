@@ -23,6 +23,7 @@ import time
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -111,7 +112,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0 if good else 1
 
 
-def _equipment(arguments: argparse.Namespace, host: WarmHost) -> dict[str, tuple[str, ...]]:
+def _equipment(arguments: argparse.Namespace, host: WarmHost) -> dict[str, Any]:
     """Processes that are measured start as a user's do."""
     if arguments.restarts:
         return {}
