@@ -67,7 +67,7 @@ class Capturing:
         permit = Permit(snapshot, self.sequence, 0, False)
         self.engine.arena.write_permit(permit)
         self.ended.clear()
-        self.engine.begin(
+        self.engine.start(
             permit,
             Ticket(self.sequence, snapshot),
             live_tensors(self.state),

@@ -1,4 +1,4 @@
-"""A transformers.Trainer script without a word of ours: a small GPT-2, trained on a text's bytes.
+"""An unmodified transformers.Trainer script: a small GPT-2, trained on a text's bytes.
 
     megatron-ft run --nodes 4 --spares 1 --protect rs:3+1 -- \\
         python examples/hf_trainer.py --deepspeed ds_zero1.json --output_dir out --max_steps 40

@@ -1,7 +1,7 @@
 """The captures of one rank: decides at each boundary, starts one, and reports its end.
 
-At the end of each iteration a rank looks at the permit in its arena.  It captures where the permit
-says so, and says why where it cannot.  The copy runs beside training; the fence holds training
+At the end of each iteration a rank reads the permit in its arena.  It captures where that permits
+it, and reports the reason where it cannot.  The copy runs beside training; the fence holds training
 before captured tensors change, and never longer than its timeout.
 
 A fence counts for one boundary: in an iteration without one nothing holds a step.  Whatever changed
@@ -37,8 +37,8 @@ from megatron_ft.trainer.ticket import Ticket, TicketBook
 
 logger = logging.getLogger(__name__)
 
-STAY_LOOK_SECONDS = 0.02
-"""Interval of looks at a permit by a rank that stays at its boundary."""
+STAY_POLL_SECONDS = 0.02
+"""Interval at which a rank that stays at its boundary reads the permit."""
 
 
 class BoundaryAction(Enum):
@@ -49,11 +49,11 @@ class BoundaryAction(Enum):
     CAPTURE = auto()
     """This boundary is the permitted one."""
     MISS = auto()
-    """This rank cannot take the permitted snapshot, and says so."""
+    """This rank cannot take the permitted snapshot, and reports that."""
     REACKNOWLEDGE = auto()
     """The last permit is void: report again that nothing is written for it.
 
-    The first word may have died with an SMP, and without it the slot is never free.
+    An SMP may have died with the first report, without which the slot is never free.
     """
 
 
@@ -86,8 +86,8 @@ def boundary_action(
     return BoundaryAction.MISS if busy else BoundaryAction.CAPTURE
 
 
-class Capture:
-    """Captures one rank's state where the job permits it, and reports what became of that.
+class CaptureController:
+    """Captures one rank's state where the job permits it, and reports the outcome.
 
     Calling sequence: ``open`` once; then ``end_iteration`` at each boundary and ``fence`` before
     captured tensors change, all from the training thread; ``close``.  The ends of captures come
@@ -100,7 +100,7 @@ class Capture:
         self._client, self._stats, self._warn = client, stats, warn
         self._timeout_seconds = config.fence_timeout_seconds
         self._replicas = ReplicaDigester(config.compare_replicas, config.compare_except or "")
-        self._times, self._beside = IterationTimes(), False
+        self._times, self._was_under_way = IterationTimes(), False
         self._late = LateIterations(config.p99_budget_percent)
         self._tickets = TicketBook()
         self._arena = CaptureArena(client, warn, self._replicas.forget)
@@ -112,12 +112,10 @@ class Capture:
 
     @property
     def is_open(self) -> bool:
-        """True if there is an arena to capture into."""
         return self._arena.is_open
 
     @property
     def running(self) -> bool:
-        """True while the copy thread works on a capture."""
         return self._run is not None and not self._run.finished.is_set()
 
     @property
@@ -131,7 +129,7 @@ class Capture:
         """Map the arena at ``path``; ``form`` is stored with each snapshot."""
 
         def make(path: Path, layout: ShardLayout) -> CaptureEngine:
-            ends = self._on_begin, self._on_sealed, self._on_abandoned
+            ends = self._on_started, self._on_sealed, self._on_abandoned
             return CaptureEngine(path, shard_id, layout, copier, *ends)
 
         self._arena.open(make, path, layout, form)
@@ -150,22 +148,23 @@ class Capture:
         started without the snapshot that it was offered.
         """
         self._times.end(time.monotonic(), self._stats.stall_seconds)
-        late = self._late.ended(seconds, self._beside)
+        late = self._late.ended(seconds, self._was_under_way)
         if late is not None:
             self._client.send(m.Slowed(self._client.shard_id, iteration, late))
-        ticket = self._act(iteration, adapt, declined)
-        self._beside = self.under_way or not ticket.skipped
-        self._times.begin(time.monotonic(), self._stats.stall_seconds, self.under_way)
+        ticket = self._answer_permit(iteration, adapt, declined)
+        self._was_under_way = self.under_way or not ticket.skipped
+        self._times.start(time.monotonic(), self._stats.stall_seconds, self.under_way)
         return ticket
 
     def skip(self, iteration: int) -> Ticket:
-        """Count an iteration of which nothing is captured."""
         self._stats.skipped += 1
         return Ticket(iteration)
 
-    def _act(self, iteration: int, adapt: Callable[[], TrainingState], declined: bool) -> Ticket:
+    def _answer_permit(
+        self, iteration: int, adapt: Callable[[], TrainingState], declined: bool
+    ) -> Ticket:
         if not self._fenced:
-            self._look_behind(iteration, adapt)
+            self._check_unfenced(iteration, adapt)
         fenced, self._fenced = self._fenced, False
         if went_back := iteration < self._ended:
             self._warn(
@@ -194,7 +193,7 @@ class Capture:
         if permit is None or due is BoundaryAction.WAIT:
             return self.skip(iteration)
         if due is BoundaryAction.CAPTURE:
-            return self._capture(permit, adapt, fenced or self._idle_changes_nothing)
+            return self._start(permit, adapt, fenced or self._idle_changes_nothing)
         if due is BoundaryAction.MISS:
             self._answered = permit.snapshot
             self._stats.missed += 1
@@ -204,9 +203,7 @@ class Capture:
             self._client.send(m.Missed(self._client.shard_id, permit.snapshot))
         return self.skip(iteration)
 
-    def _capture(
-        self, permit: Permit, adapt: Callable[[], TrainingState], may_last: bool
-    ) -> Ticket:
+    def _start(self, permit: Permit, adapt: Callable[[], TrainingState], may_last: bool) -> Ticket:
         """Check that the state still fits, and start; what fails is counted and reported.
 
         The copy is waited for here unless it ``may_last`` until the next fence.
@@ -215,7 +212,7 @@ class Capture:
         started = time.monotonic()
         ticket = Ticket(permit.iteration, permit.snapshot)
         try:
-            self._run = self._begin(permit, ticket, adapt(), started)
+            self._run = self._made_run(permit, ticket, adapt(), started)
         except Exception as error:
             self._give_up(permit, ticket, f"the capture could not start: {error!r}")
             return ticket
@@ -224,35 +221,35 @@ class Capture:
         assert self._arena.engine is not None
         binding = self._arena.engine.binding
         if not may_last or binding.hurries_all:
-            self._hold_without_fence(self._run)
+            self._wait_unfenced(self._run)
         elif binding.hurries:
-            self._hold(early=True)
-        self._stay(permit, ticket, started + permit.stay)
+            self._wait(early=True)
+        self._stay_at_boundary(permit, ticket, started + permit.stay)
         return ticket
 
-    def _begin(
+    def _made_run(
         self, permit: Permit, ticket: Ticket, state: TrainingState, started: float
     ) -> CaptureRun:
         live, meta = self._arena.fit(state)
         assert self._arena.engine is not None
         compare = None
         if self._replicas.due(permit.snapshot):
-            compare = partial(self._replicas.take, state)
+            compare = partial(self._replicas.digests, state)
         self._tickets.add(ticket)
         wrapped = state.wrapped() if isinstance(state, WrapsTensors) else None
-        return self._arena.engine.begin(permit, ticket, live, meta, started, compare, wrapped)
+        return self._arena.engine.start(permit, ticket, live, meta, started, compare, wrapped)
 
-    def _stay(self, permit: Permit, ticket: Ticket, until: float) -> None:
+    def _stay_at_boundary(self, permit: Permit, ticket: Ticket, until: float) -> None:
         """Stay at this boundary until the job ends this incarnation, which loses nothing then.
 
-        Training continues when the snapshot is not committed with parity, when the permit word is
-        not of this one any more, or when the time is over.
+        Training continues when the snapshot is not committed with parity, when the permit is
+        of another snapshot, or when the time is over.
         """
         assert self._arena.engine is not None
         while time.monotonic() < until and not ticket.spoiled:
             if self._arena.engine.revoked(permit):
                 return
-            time.sleep(STAY_LOOK_SECONDS)
+            time.sleep(STAY_POLL_SECONDS)
 
     def fence(self) -> None:
         """Return when the tensors may change: the copy is done, or has been given up.
@@ -261,23 +258,23 @@ class Capture:
         be sealed, so it does not matter that bytes change under it.
         """
         self._any_fence = self._fenced = True
-        run, waited = self._run, self._hold()
+        run, waited = self._run, self._wait()
         if run is None or run.witness is None:
             return
-        # What was copied while training stood here was looked at by the copy thread.
-        changed = [] if waited else run.look(last=True, fenced=True)
+        # The copy thread has checked what was copied while training stood here.
+        changed = [] if waited else run.find_changes(last=True, fenced=True)
         run.forget()
         if changed and self._arena.engine is not None:
             self._arena.engine.binding.hurry(changed)
             if run.finished.is_set() and not run.stop_reason:
                 self._warn("early", "iteration %d: %s", self._ended + 1, changed_early(changed))
 
-    def _look_behind(self, iteration: int, adapt: Callable[[], TrainingState]) -> None:
+    def _check_unfenced(self, iteration: int, adapt: Callable[[], TrainingState]) -> None:
         """An iteration without a fence has ended: find out whether it has changed anything."""
         run, engine = self._run, self._arena.engine
         if run is None or engine is None or run.witness is None:
             return
-        changed = run.look(last=True)
+        changed = run.find_changes(last=True)
         if not changed and run.witness is None and not run.stop_reason:
             changed = [s.pieces[0].entry.name for s in run.samples if not s.is_live()]
             self._idle_changes_nothing |= bool(run.samples) and not changed
@@ -301,16 +298,17 @@ class Capture:
         )
 
     def let_go(self) -> None:
-        """Keep no captured tensor, and no view of its memory; waits as ``fence`` does, and is
-        none: it says nothing of whether training comes through there before it steps."""
-        self._hold()
+        """Keep no captured tensor, and no view of its memory.
+
+        Waits as ``fence`` does, but does not count as a fence of this iteration."""
+        self._wait()
         if self._run is not None:
             self._run.forget()
         self._arena.forget_tensors()
 
-    def _hold_without_fence(self, run: CaptureRun) -> None:
-        """Wait for the copy here, as nothing says that anybody will before tensors change."""
-        self._hold()
+    def _wait_unfenced(self, run: CaptureRun) -> None:
+        """Wait for the copy here, as no fence may come before tensors change."""
+        self._wait()
         if self._stats.skipped and not self._any_fence:
             self._warn(
                 "fence",
@@ -319,8 +317,8 @@ class Capture:
                 run.permit.iteration,
             )
 
-    def _hold(self, *, early: bool = False) -> bool:
-        """Wait for the copy, or for the ``early`` part of it; True if there was any need to.
+    def _wait(self, *, early: bool = False) -> bool:
+        """Wait for the copy, or for the ``early`` part of it; True if a copy was running.
 
         Digests may still be computed afterwards: they read the arena, not the tensors.
         """
@@ -354,11 +352,11 @@ class Capture:
             return
         if at_once and self._run is not None:
             self._run.stop("the job restarts")
-        self._hold()
+        self._wait()
         self._arena.close(self._timeout_seconds)
 
-    def _on_begin(self, snapshot: SnapshotId, iteration: int, slot: int) -> None:
-        """The engine asks for the promised slot; its header shows when it is this snapshot's."""
+    def _on_started(self, snapshot: SnapshotId, iteration: int, slot: int) -> None:
+        """Ask for the promised slot; its header shows when it is this snapshot's."""
         self._client.send(m.Begins(self._client.shard_id, snapshot, iteration, slot))
 
     def _on_sealed(self, run: CaptureRun, record: SealedRecord) -> None:
@@ -380,7 +378,6 @@ class Capture:
         self._client.send(m.Sealed(record, run.replicas))
 
     def _on_abandoned(self, run: CaptureRun, reason: str) -> None:
-        """The engine has stopped a capture and writes no more for it."""
         self._give_up(run.permit, run.ticket, reason)
 
     def _give_up(self, permit: Permit, ticket: Ticket, reason: str) -> None:

@@ -38,14 +38,14 @@ from megatron_ft.trainer.stats import Warner
 logger = logging.getLogger(__name__)
 
 FRAME_BYTES = 64
-"""More than what the bytes behind the tensors have beside layout, objects and form."""
+"""More than the frame around layout, objects and form in the bytes behind the tensors."""
 
 SPARE_PART = 4
 """A state that outgrows its arena again gets room for one such part of its tensors more."""
 
 
 class PlannedState(NamedTuple):
-    """The layout and the checkpoint form of a state, and the bytes that its slots shall have."""
+    """The layout and the checkpoint form of a state, and the bytes that its slots need."""
 
     layout: ShardLayout
     form: bytes
@@ -128,9 +128,9 @@ class CaptureArena:
     def fit(self, state: TrainingState) -> tuple[Mapping[str, torch.Tensor], Callable[[], bytes]]:
         """The live tensors, and what gives the bytes behind them in the slot.
 
-        The objects are encoded now, as training continues with them; they are put beside the
-        layout by the copy thread.  ValueError if a slot has no room; ConfigError and
-        UnencodableError for what cannot be captured.
+        The objects are encoded now, as training continues with them; the copy thread packs them
+        with the layout.  ValueError if a slot has no room; ConfigError and UnencodableError for
+        what cannot be captured.
         """
         engine = self.engine
         assert engine is not None
@@ -164,11 +164,11 @@ class CaptureArena:
         self._client.send(m.Outgrown(self._client.shard_id, with_spare(size, meta_bytes)))
 
     def _on_arena(self, path: Path) -> None:
-        """In the client's thread: the job has made another arena; it may be told twice."""
+        """In the client's thread: the job has made another arena; this may come twice."""
         self._given = path
 
     def move(self, timeout_seconds: float) -> None:
-        """Go into the arena that the job has made, if it has: beside training, in a thread.
+        """Go into the arena that the job has made, if any, in a thread: training continues.
 
         Called while no capture runs.
         """
@@ -196,7 +196,7 @@ class CaptureArena:
             engine = self._make(path, self._left.layout)
             engine.rebind(self._left.layout, self._left)
         except Exception as error:
-            # The job tells this rank of its arena again until it is there.
+            # The job announces the arena to this rank again until it is there.
             text = "%s cannot be used: training continues without snapshots until it can"
             logger.warning(text, path, exc_info=True)
             self._client.send(m.Unattached(self._client.shard_id, repr(error)))
@@ -205,7 +205,7 @@ class CaptureArena:
         self._arrived, self.engine = True, engine
 
     def publish(self, iteration: int) -> None:
-        """Write the progress of this rank; then the job may hear that it is in its new arena."""
+        """Write the progress of this rank, and report that it is in its new arena."""
         assert self.engine is not None
         self.engine.arena.write_progress(iteration)
         if self._arrived:

@@ -31,7 +31,7 @@ class CaptureRun:
     that forward may change.  ``compare`` takes the digests of ``replicas`` from live tensors.
     ``early`` is set when what may not change before the fence is copied; ``moved`` when nothing
     reads the live tensors any more, whatever the result; ``finished`` when nothing writes to the
-    slot any more and the SMP has its report.  ``witness`` and ``samples`` tell whether lazily
+    slot any more and the SMP has its report.  ``witness`` and ``samples`` show whether lazily
     copied tensors have changed since the boundary.
     """
 
@@ -83,12 +83,12 @@ class CaptureRun:
         self.boundary_seconds += time.monotonic() - started
         return arrived
 
-    def look(self, *, last: bool = False, fenced: bool = False) -> list[str]:
+    def find_changes(self, *, last: bool = False, fenced: bool = False) -> list[str]:
         """Names of tensors that have changed since the boundary; a snapshot not yet sealed is then
         given up.
 
-        torch counts a write when it has been made, and the copy thread may have looked before.  So
-        training looks for writes once more where it comes to a fence (``fenced``) or boundary, the
+        torch counts a write when it has been made, and the copy thread may have checked before.  So
+        training checks once more where it comes to a fence (``fenced``) or boundary, the
         ``last`` time unless the copy runs on; and the copy thread does before it reports, if
         training has not.
         """
@@ -120,7 +120,7 @@ class CaptureRun:
         """Sleep until a thread that waited for the copy runs again.
 
         It would wait for a processor, for milliseconds, if this thread continued at once where
-        there is none to spare.
+        none is free.
         """
         if self._fence_entered is not None:
             self._fence_left.wait(RETURN_SECONDS)

@@ -38,7 +38,7 @@ class CopyItem(NamedTuple):
 
 
 class CopyList(list[CopyItem]):
-    """Copies that are made again and again: nobody changes the list.
+    """Copies that are made again and again: the list never changes.
 
     In ``plan`` a copier keeps what it found out about its tensors.  The list's owner drops it
     when one of them is given other memory, or another form.
@@ -79,7 +79,7 @@ class Copier(Protocol):
         """
 
     def after(self, mark: Any) -> AbstractContextManager[None]:
-        """A context in the copy thread whose device work comes after the mark, beside training.
+        """A context in the copy thread whose device work follows the mark; training continues.
 
         All of it is done when the context is left.
         """

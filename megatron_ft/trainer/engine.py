@@ -41,7 +41,7 @@ SLOT_SECONDS = 1.0
 """Longest time for the SMP to give the slot; then the capture is abandoned."""
 
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.0001, 0.005
-"""First and longest time between two looks at the slot's header."""
+"""First and longest time between two reads of the slot's header."""
 
 META_SPARE_BYTES = 65536
 """Room for small objects to grow beyond twice their first size."""
@@ -51,10 +51,10 @@ PLANNING_BLOCK_BYTES = 65536
 longer ones need less."""
 
 PERMIT_CHECK_SECONDS = 0.05
-"""Time between a running copy's looks at its permit: a read costs microseconds."""
+"""Interval at which a running copy reads its permit: a read costs microseconds."""
 
 MEMORY_LOOK_SECONDS = 0.1
-"""Time between two looks whether the SMP has made the memory of further slots."""
+"""Interval of checks for the memory of further slots, which the SMP makes."""
 
 
 def required_bytes(layout: ShardLayout, objects: dict[str, Any], form: bytes) -> int:
@@ -66,7 +66,7 @@ def required_bytes(layout: ShardLayout, objects: dict[str, Any], form: bytes) ->
 
 
 def with_spare(tensor_bytes: int, meta_bytes: int) -> int:
-    """Bytes of a data slot for so much, with room for the small objects to grow."""
+    """Bytes of a data slot for such a shard, with room for the small objects to grow."""
     capacity = 2 * meta_bytes + META_SPARE_BYTES
     return digest.required_bytes(tensor_bytes, capacity, PLANNING_BLOCK_BYTES)
 
@@ -197,7 +197,7 @@ class CaptureEngine:
         self._attach(slots[: len(slots) - len(self._later)])
 
     def lacking(self, tensor_bytes: int, meta_bytes: int) -> int:
-        """Bytes that a slot has too few for so much; 0 if it has room."""
+        """Bytes that a slot lacks for such a shard; 0 if it has room."""
         needed = digest.required_bytes(tensor_bytes, meta_bytes, self._block_bytes)
         return max(0, needed - self.arena.geometry.data_bytes)
 
@@ -235,7 +235,7 @@ class CaptureEngine:
             if not self.arena.holes:
                 return self._attach(self._later, resting=True)
 
-    def begin(
+    def start(
         self,
         permit: Permit,
         ticket: Ticket,
@@ -254,7 +254,7 @@ class CaptureEngine:
         """
         reach("capture.permitted")
         witness = self.binding.witness(live, wrapped or {})
-        samples = self.binding.sampler.take(live)
+        samples = self.binding.sampler.samples(live)
         staged = self._copier.stage(self.binding.at_boundary(live, permit.slot))
         run = CaptureRun(
             permit,
@@ -349,7 +349,7 @@ class CaptureEngine:
             logger.warning(text, run.permit.snapshot, exc_info=True)
 
     def _should_stop(self, run: CaptureRun) -> ShouldStop:
-        """A function that is true once the run must stop; it looks at the permit at times."""
+        """A function that is true once the run must stop; it reads the permit at times."""
         next_look = 0.0
 
         def should_stop() -> bool:
@@ -390,7 +390,7 @@ class CaptureEngine:
 
     def _changed(self, run: CaptureRun) -> bool:
         """True if lazily copied tensors have changed; those are copied early from now on."""
-        if changed := run.look():
+        if changed := run.find_changes():
             self.binding.hurry(changed)
         return bool(changed)
 
@@ -427,7 +427,7 @@ class CaptureEngine:
         return None if run.stop_reason else record
 
     def revoked(self, permit: Permit) -> bool:
-        """True if the permit word no longer allows this capture."""
+        """True if the permit no longer allows this capture."""
         current = self.arena.permit()
         return current is None or current.snapshot != permit.snapshot or current.revoked
 

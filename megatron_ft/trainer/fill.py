@@ -37,7 +37,7 @@ def chunk_blocks(block_bytes: int) -> int:
 class BlockRanges(NamedTuple):
     """Spans of a region, cut where chunks of its blocks end, chunk by chunk.
 
-    Made of the region alone: where the bytes of each span go to is said later.
+    Made of the region alone: the targets of the spans are given later.
     """
 
     blocks: int
@@ -98,7 +98,7 @@ class VerifiedCopy:
     def run(self) -> list[int]:
         """Copy all chunks; returns the bad blocks, out of whose chunks nothing is copied.
 
-        All are looked at, with this rank's share of the cores.
+        All are checked, with this rank's share of the cores.
         """
         left, bad, cuts = iter(self._cuts.chunks), list[int](), self._cuts
         middle = len(cuts.chunks) // 2

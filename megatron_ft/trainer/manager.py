@@ -23,7 +23,7 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.client import ReshapeOffer, RestoreOffer, TrainerClient
 from megatron_ft.trainer import notices, resumable_loader
 from megatron_ft.trainer.calls import RECORDER
-from megatron_ft.trainer.capture import Capture
+from megatron_ft.trainer.capture import CaptureController
 from megatron_ft.trainer.capture_arena import PlannedState, plan_start
 from megatron_ft.trainer.copier import Copier
 from megatron_ft.trainer.engine import choose_copier
@@ -163,7 +163,7 @@ class SnapshotManager:
         self._adapt = StateAdapter(replicated, leave_out)
         self._warn = Warner(logger)
         self._pending = PendingRestore(self._client, self.shard_id, coordinates)
-        self._capture = Capture(self._client, self.config, self.stats, self._warn)
+        self._captures = CaptureController(self._client, self.config, self.stats, self._warn)
         self._fences = Fences(self._before_step)
         self._registered: _Registered | None = None
         self._last, self._reached = last or self.config.last_iteration, -1
@@ -235,7 +235,7 @@ class SnapshotManager:
         raise (ArenaMemoryError, ConfigError, UnencodableError, ControlPlaneError), and
         UsageError if a snapshot is offered that was neither loaded nor declined.
         """
-        assert not self._capture.is_open, "prepare was called twice"
+        assert not self._captures.is_open, "prepare was called twice"
         self._pending.require_whole()
         self._pending.require_answered()
         if self.rank == 0 and isinstance(state, Mapping):
@@ -248,7 +248,7 @@ class SnapshotManager:
         # A restart has nothing new to say, and nothing to wait for.
         if self.rank == 0 and self._pending.restored is None:
             notices.say_what_is_captured(self.shard_id, adapted, plan.layout, self._warn)
-        self._capture.open(Path(arena.arena), self.shard_id, plan.layout, copier, plan.form)
+        self._captures.open(Path(arena.arena), self.shard_id, plan.layout, copier, plan.form)
         self._fences.open()
         self.watch.training()
 
@@ -282,7 +282,7 @@ class SnapshotManager:
         if not self._saved:
             iteration = iteration_number(iteration)
         resumable_loader.iteration_ended()
-        captures = self._capture.is_open or self._begin(state)
+        captures = self._captures.is_open or self._begin(state)
         self._saved = True
         try:
             iteration = iteration_number(iteration)
@@ -290,8 +290,8 @@ class SnapshotManager:
             self._reached = iteration
             seconds = self.watch.iteration_ended(iteration)
             if not captures:
-                return self._capture.skip(iteration)
-            return self._capture.end_iteration(
+                return self._captures.skip(iteration)
+            return self._captures.end_iteration(
                 iteration,
                 lambda: self._adapted(state),
                 declined=self._pending.declined,
@@ -301,7 +301,7 @@ class SnapshotManager:
             # Snapshots are a service to training and must never end it.
             kind = type(error).__name__
             self._warn(kind, "save(%s) failed: %r; training continues", iteration, error)
-            return self._capture.skip(iteration)
+            return self._captures.skip(iteration)
 
     def _begin(self, state: State) -> bool:
         """As ``prepare``; False, with a warning, for what must not end a job that was restored."""
@@ -317,7 +317,7 @@ class SnapshotManager:
             self.watch.training()
             text = "no snapshot is taken before the next start: %s; training continues unprotected"
             self._warn("prepare", text, error)
-        return self._capture.is_open
+        return self._captures.is_open
 
     @contextmanager
     def fence(self) -> Iterator[None]:
@@ -335,7 +335,7 @@ class SnapshotManager:
         ``fence()``.  Waits for a running copy, as a fence does, but does not count as one.  A
         TrainingState lets go of its own references itself.
         """
-        self._capture.let_go()
+        self._captures.let_go()
         self._adapt.forget_tensors()
 
     def register_fence(self, optimizer: Any) -> Any:
@@ -363,7 +363,7 @@ class SnapshotManager:
         if self._saved and self in _open:
             _managers.closed(self.shard_id)
         try:
-            self._capture.close(at_once=at_once)
+            self._captures.close(at_once=at_once)
         finally:
             self._client.close()
         # Last: the teardown closes again what an interruption has left.
@@ -388,4 +388,4 @@ class SnapshotManager:
         self._pending.require_whole()
         self._thread.steps()
         self.watch.step()
-        self._capture.fence()
+        self._captures.fence()

@@ -66,7 +66,7 @@ class ReplicaDigester:
         """True if the replicas of a snapshot are compared, which is the same on all ranks."""
         return self._every > 0 and (snapshot.sequence - 1) % self._every == 0
 
-    def take(
+    def digests(
         self, state: TrainingState, live: Tensors, should_stop: Callable[[], bool]
     ) -> tuple[m.ReplicaDigests, ...]:
         """The digests of all groups; none if it was stopped.

@@ -88,7 +88,7 @@ class SealedShard:
         return unpack_meta(digest.read_meta(self.region, self.record))
 
     def cut(self, offsets: list[int], lengths: list[int]) -> BlockRanges:
-        """Spans of tensors, cut for VerifiedCopy, which looks at all blocks that hold tensors.
+        """Spans of tensors, cut for VerifiedCopy, which checks all blocks that hold tensors.
 
         So a block that holds both tensors and small objects is verified for each of them.
         """
@@ -110,7 +110,7 @@ class SealedShard:
 def restore_shard(shard: SealedShard, state: TrainingState) -> ShardLayout:
     """Load a shard into ``state``, each block verified just before it is copied; its layout.
 
-    CorruptBlockError leaves tensors of other blocks loaded: nobody may train on that state.
+    CorruptBlockError leaves tensors of other blocks loaded: that state must not be trained on.
     Small objects are taken only when all blocks were found right.
     Raises LayoutMismatchError naming the tensors that differ, UndecodableError for small
     objects that cannot be read here.
@@ -228,7 +228,7 @@ def _new_tensor(entry: LayoutEntry, group: Any) -> torch.Tensor:
 def _alias_view(
     entry: LayoutEntry, entries: dict[str, LayoutEntry], filled: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """The part of a filled owner's memory that an alias looks at."""
+    """The part of a filled owner's memory that an alias shows."""
     owner = filled[entry.alias_of].detach()
     if entry.is_split:
         return owner

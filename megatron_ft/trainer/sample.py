@@ -86,7 +86,7 @@ class Sampler:
         self._drawn: dict[torch.device, list[Excerpt]] = {}
 
     @torch.no_grad()
-    def take(self, live: Mapping[str, torch.Tensor]) -> list[Sample]:
+    def samples(self, live: Mapping[str, torch.Tensor]) -> list[Sample]:
         """The sample that was drawn, as of now, for each device; with ``live`` drawn if need be."""
         pieces = list(chain.from_iterable(self._drawn.values()))
         before = [one.address for one in pieces] + [one.address + one.skipped for one in pieces]
@@ -97,7 +97,7 @@ class Sampler:
 
     @torch.no_grad()
     def draw(self, live: Mapping[str, torch.Tensor]) -> None:
-        """Choose what the next sample looks at; in the copy thread, so that ``take`` is short.
+        """Choose what the next sample holds; in the copy thread, so that ``samples`` is short.
 
         What a device may still write to host memory is left out: it would have to be awaited.
         """
@@ -108,7 +108,7 @@ class Sampler:
             skipped = entry.start * tensor.element_size() + start
             if (
                 type(tensor) in DENSE
-                # Of another form by now: a look behind its end would resize its storage.
+                # Of another form by now: a read behind its end would resize its storage.
                 and skipped + stop - start <= tensor.nbytes
                 and tensor.is_contiguous()
                 and tensor.data_ptr()

@@ -70,7 +70,7 @@ class IterationTimes:
         self._busy: list[float] = []
         self._began: tuple[float, float, bool] | None = None
 
-    def begin(self, now: float, stall: float, busy: bool) -> None:
+    def start(self, now: float, stall: float, busy: bool) -> None:
         """An iteration begins: the time, all stalls so far, whether a snapshot is under way."""
         self._began = (now, stall, busy)
 

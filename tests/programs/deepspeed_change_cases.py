@@ -59,7 +59,7 @@ class Snapshots:
 
     @property
     def _engine(self) -> Any:
-        return self.manager._capture._arena.engine
+        return self.manager._captures._arena.engine
 
     def wrong(self) -> list[str]:
         """What the last one does not hold as a state that has just been made finds it."""

@@ -97,7 +97,7 @@ def states_move_when_no_copy_reads_them() -> None:
             smp.grant(engine.global_steps + 1)
             train_step(engine)
             assert copier.started.wait(WAIT), "the copy has not begun"
-            run, found = made._capture._run, []
+            run, found = made._captures._run, []
             move = getattr(engine.optimizer, name)
 
             def moved(move: Any = move, run: Any = run, found: Any = found, **options: Any) -> None:

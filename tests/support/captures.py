@@ -258,5 +258,5 @@ def capture(smp: FakeSmp, manager: Any, state: Any, iteration: int = 1, slot: in
 
 def wait_finished(manager: Any) -> None:
     """Wait until the copy thread has let go of its capture: the SMP hears of its end before."""
-    run = manager._capture._run
+    run = manager._captures._run
     assert run is None or run.finished.wait(WAIT), f"no end of a capture in {WAIT:g} s"

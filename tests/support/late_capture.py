@@ -139,8 +139,8 @@ class ArenaManager(SnapshotManager):
     ) -> None:
         self._arenas, self._late, self._of = ArenaClient(place), LateCopier(), weights
         super().__init__(config, client=self._arenas, copier=self._late, **place)
-        self._hold_without_fence = self._capture._hold_without_fence
-        self._capture._hold_without_fence = self._let_copy_and_hold
+        self._wait_unfenced = self._captures._wait_unfenced
+        self._captures._wait_unfenced = self._let_copy_and_wait
 
     def load(self, into: Any) -> int:
         if self.offered_iteration >= 0:
@@ -173,13 +173,13 @@ class ArenaManager(SnapshotManager):
         return super().fence()
 
     def _let_copy(self) -> None:
-        if self._capture._run is not None:
+        if self._captures._run is not None:
             self._late.fence_reached.set()
 
-    def _let_copy_and_hold(self, run: Any) -> None:
+    def _let_copy_and_wait(self, run: Any) -> None:
         # Every step before the snapshot was skipped, so no fence has been seen.
         self._late.fence_reached.set()
-        self._hold_without_fence(run)
+        self._wait_unfenced(run)
 
     def close(self, *, finished: bool | None = None, at_once: bool = False) -> None:
         self._late.fence_reached.set()

@@ -72,18 +72,18 @@ class Trial:
         with self.manager.fence():
             pass
         self.manager.prepare(state)
-        capture = self.manager._capture
+        capture = self.manager._captures
         assert capture._arena.engine is not None
         self.copier.binding = capture._arena.engine.binding
         self.copier.binding.sampler._random.seed(5)
-        hold = capture._hold
+        hold = capture._wait
 
         def hold_and_let_go(*, early: bool = False) -> bool:
             if not early:
                 self.copier.go.set()
             return hold(early=early)
 
-        capture._hold = hold_and_let_go  # type: ignore[method-assign]
+        capture._wait = hold_and_let_go  # type: ignore[method-assign]
 
     def save(self) -> None:
         self._iteration += 1
@@ -101,7 +101,7 @@ class Trial:
 
     @property
     def run(self) -> Any:
-        return self.manager._capture._run
+        return self.manager._captures._run
 
     def finish(self) -> None:
         """Let the copy end, in the middle of an iteration."""

@@ -129,7 +129,7 @@ def test_a_snapshot_costs_its_stall_and_its_shadow() -> None:
 
 def iterate(times: IterationTimes, seconds: float, busy: bool, stall: float = 0.0) -> None:
     """One iteration that starts at 0, held for ``stall`` in it."""
-    times.begin(0.0, 1.0, busy)
+    times.start(0.0, 1.0, busy)
     times.end(seconds + stall, 1.0 + stall)
 
 

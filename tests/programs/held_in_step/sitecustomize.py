@@ -62,7 +62,7 @@ def hold_deepspeed() -> None:
 
 def hold(finished: int, manager: Any) -> None:
     if finished == 0:
-        await_permit(manager._capture._arena.engine.arena)
+        await_permit(manager._captures._arena.engine.arena)
     if finished + 1 == ITERATION and os.environ["RANK"] == RANK:
         signal.pause()
 

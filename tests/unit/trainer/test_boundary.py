@@ -26,7 +26,7 @@ def new_state() -> dict[str, Any]:
 
 def end(manager: SnapshotManager, iteration: int, state: dict[str, Any]) -> None:
     """As in save(), without what comes around it."""
-    manager._capture.end_iteration(iteration, lambda: MappingState(state), declined=False)
+    manager._captures.end_iteration(iteration, lambda: MappingState(state), declined=False)
 
 
 def test_a_permit_is_missed_where_training_goes_back_before_it(smp: FakeSmp) -> None:
@@ -70,14 +70,14 @@ def test_it_waits_for_the_copy_only_until_a_fence_was_seen(smp: FakeSmp) -> None
     copier.gate.set()
     smp.grant(1)
     end(manager, 1, state)
-    run = manager._capture._run
+    run = manager._captures._run
     assert run is not None and run.moved.is_set()
     assert run.finished.wait(WAIT), "the copy thread did not finish"
-    manager._capture.fence()
+    manager._captures.fence()
     copier.gate.clear()
     smp.grant(2, slot=1)
     end(manager, 2, state)
-    run = manager._capture._run
+    run = manager._captures._run
     assert run is not None and not run.moved.is_set()
     copier.gate.set()
     smp.wait_ended()
@@ -92,12 +92,12 @@ def test_nobody_says_that_nothing_is_written_while_it_is(smp: FakeSmp) -> None:
     end(manager, 1, state)
     smp.revoke()
     end(manager, 2, state)
-    assert manager._capture.running and not smp.missed_ids
+    assert manager._captures.running and not smp.missed_ids
     copier.gate.set()
     smp.wait_ended()
-    run = manager._capture._run
+    run = manager._captures._run
     assert run is not None and run.finished.wait(WAIT), "the copy thread did not finish"
-    assert not manager._capture.under_way, "its ticket waits for an outcome that never comes"
+    assert not manager._captures.under_way, "its ticket waits for an outcome that never comes"
     end(manager, 3, state)
     assert smp.missed_ids == [snapshot] and snapshot in smp.abandoned_ids
     manager.close()
@@ -107,7 +107,7 @@ def test_an_outcome_that_comes_before_save_returns_is_not_lost(
     smp: FakeSmp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its ticket would stay open, and the snapshot be under way for ever."""
-    begin, sealed = CaptureEngine.begin, smp.sealed
+    begin, sealed = CaptureEngine.start, smp.sealed
 
     def slow(engine: CaptureEngine, *words: Any) -> CaptureRun:
         run = begin(engine, *words)
@@ -119,13 +119,13 @@ def test_an_outcome_that_comes_before_save_returns_is_not_lost(
         assert smp.on_outcome is not None
         smp.on_outcome(snapshot, "committed")
 
-    monkeypatch.setattr(CaptureEngine, "begin", slow)
+    monkeypatch.setattr(CaptureEngine, "start", slow)
     monkeypatch.setattr(smp, "sealed", prompt)
     manager, state = make_manager(smp), new_state()
     manager.prepare(state)
     smp.grant(1)
     ticket = manager.save(1, state)
-    assert ticket.committed.result(timeout=0) and not manager._capture.under_way
+    assert ticket.committed.result(timeout=0) and not manager._captures.under_way
     manager.close()
 
 

@@ -94,9 +94,9 @@ def test_a_close_that_was_interrupted_is_done_again(
     monkeypatch.setattr(CpuCopier, "detach", interrupted)
     with pytest.raises(RestartRequested):
         manager.close()
-    assert manager._capture.is_open
+    assert manager._captures.is_open
     _close_all()
-    assert not manager._capture.is_open and threading.active_count() == threads
+    assert not manager._captures.is_open and threading.active_count() == threads
 
 
 def test_neither_a_capture_nor_a_load_pickles_anything(
@@ -377,7 +377,7 @@ def _open_while_fenced(manager: SnapshotManager, copier: GatedCopier) -> None:
     """Let the copy continue once the training thread has waited for it for 0.2 s."""
 
     def waits() -> bool:
-        run = manager._capture._run
+        run = manager._captures._run
         return run is not None and run._fence_entered is not None
 
     def open_gate() -> None:
@@ -398,7 +398,7 @@ def test_without_any_fence_save_waits_for_its_copy(smp: FakeSmp) -> None:
     smp.grant(1)
     _open_while_fenced(manager, copier)
     ticket = manager.save(1, state)
-    assert manager._capture._run.moved.is_set()  # type: ignore[union-attr]
+    assert manager._captures._run.moved.is_set()  # type: ignore[union-attr]
     assert ticket.captured.result(WAIT)
     manager.close()
 
@@ -470,7 +470,7 @@ def test_nothing_is_forgotten_while_a_copy_reads_it(smp: FakeSmp) -> None:
     assert copier.started.wait(WAIT)
     _open_while_fenced(manager, copier)
     manager.forget_tensors()
-    assert manager._capture._run.moved.is_set()  # type: ignore[union-attr]
+    assert manager._captures._run.moved.is_set()  # type: ignore[union-attr]
     assert ticket.captured.result(WAIT)
     manager.close()
 
@@ -485,7 +485,7 @@ def test_to_forget_tensors_is_no_fence(smp: FakeSmp) -> None:
     smp.grant(1)
     _open_while_fenced(manager, copier)
     manager.save(1, state)
-    assert manager._capture._run.moved.is_set()  # type: ignore[union-attr]
+    assert manager._captures._run.moved.is_set()  # type: ignore[union-attr]
     manager.close()
 
 

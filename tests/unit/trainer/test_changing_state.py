@@ -219,7 +219,7 @@ def go(smp: FakeSmp, manager: SnapshotManager, state: Any, iteration: int) -> No
     """Come to the boundary at which the rank leaves its arena, and to the one when it has."""
     wait_finished(manager)
     manager.save(iteration, state)
-    mover = manager._capture._arena._mover
+    mover = manager._captures._arena._mover
     assert mover is not None
     mover.join(WAIT)
     manager.save(iteration, state)
@@ -228,7 +228,7 @@ def go(smp: FakeSmp, manager: SnapshotManager, state: Any, iteration: int) -> No
 
 def save_permitted(smp: FakeSmp, manager: SnapshotManager, state: Any, iteration: int) -> None:
     """Capture now, in the other slot than last time; if there is no room, in a new arena."""
-    if not manager._capture.is_open:
+    if not manager._captures.is_open:
         manager.prepare(state)
     for _ in range(3):
         known = len(smp.outgrown)
@@ -380,19 +380,19 @@ def test_an_arena_that_cannot_be_opened_is_told_and_tried_again(
     for tries in range(1, 3):
         for iteration in (2 * tries, 2 * tries + 1):
             assert manager.save(iteration, state).skipped
-            mover = manager._capture._arena._mover
+            mover = manager._captures._arena._mover
             assert mover is not None
             mover.join(WAIT)
         assert len(smp.unattached) == tries and not smp.attached.is_set()
         smp.on_arena(smp.path)  # as the job does every few seconds
-    assert "without snapshots until it can" in caplog.text and manager._capture.is_open
+    assert "without snapshots until it can" in caplog.text and manager._captures.is_open
     with manager.fence():
         pass
     smp.path.write_bytes(good)
     go(smp, manager, state, 6)
     assert capture(smp, manager, state, 7).captured.result(WAIT)
     manager.close()
-    assert not manager._capture.is_open
+    assert not manager._captures.is_open
 
 
 class Unready:

@@ -97,7 +97,7 @@ def test_a_fence_asks_no_tensor(smp: FakeSmp) -> None:
 def test_a_copy_asks_each_tensor_once_where_it_is(smp: FakeSmp) -> None:
     state = tensors(300)
     manager = ready(smp, state)
-    engine = manager._capture._arena.engine
+    engine = manager._captures._arena.engine
     assert engine is not None
     _, later = engine.binding.later(state, engine.binding.bind(state), 0)
     copier = CpuCopier(PIECE)

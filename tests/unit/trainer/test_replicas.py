@@ -111,7 +111,7 @@ class Replicas:
                 self.trainings.append(training)
                 self.states.append(MappingState(training))
                 self.lives.append(live_tensors(self.states[-1]))
-                digester.take(self.states[-1], self.lives[-1], lambda: False)
+                digester.digests(self.states[-1], self.lives[-1], lambda: False)
         self.comparison = ReplicaComparison()
         assert not self.blamed()
 
@@ -127,7 +127,7 @@ class Replicas:
         """The ranks that a comparison blames now."""
         taken = zip(self.digesters, self.states, self.lives, strict=True)
         reports = {
-            f"dp{rank}": digester.take(state, live, lambda: False)
+            f"dp{rank}": digester.digests(state, live, lambda: False)
             for rank, (digester, state, live) in enumerate(taken)
         }
         assert all(reports.values())
@@ -251,8 +251,8 @@ def test_a_snapshot_is_sealed_with_the_digests_or_without(smp: FakeSmp, fails: b
     alone = ReplicaDigester(1, "")
     with as_rank(0, 2):
         state = Alike(torch.distributed.group.WORLD)
-        (first,) = alone.take(state, {}, lambda: False)
+        (first,) = alone.digests(state, {}, lambda: False)
     assert (first.group, first.digests, first.names) == (one.group, one.digests, ("weight",))
     state.weight[7] = 2.0
-    assert alone.take(state, {}, lambda: False)[0].digests != one.digests
-    assert alone.take(state, {}, lambda: True) == ()
+    assert alone.digests(state, {}, lambda: False)[0].digests != one.digests
+    assert alone.digests(state, {}, lambda: True) == ()

@@ -387,8 +387,8 @@ def test_a_step_has_one_fence_however_it_was_registered(
     if registered != "not":
         trial.manager.register_fence(inner if registered == "inner" else optimizer)
     fences: list[int] = []
-    fence = trial.manager._capture.fence
-    monkeypatch.setattr(trial.manager._capture, "fence", lambda: (fences.append(1), fence()))
+    fence = trial.manager._captures.fence
+    monkeypatch.setattr(trial.manager._captures, "fence", lambda: (fences.append(1), fence()))
     _train(weights, optimizer)
     assert fences == [1]
     trial.manager.close()
@@ -546,7 +546,7 @@ def test_a_sample_sees_the_part_of_a_tensor_that_is_stored() -> None:
     region[4096:4103] = np.arange(7)
     sampler, seen = Sampler([entry, small]), set[tuple[str, int]]()
     for _ in range(40):
-        (sample,) = sampler.take(live)
+        (sample,) = sampler.samples(live)
         sample.item.target.copy_(sample.item.source)
         assert not sample.miscaptured(region) and sample.is_live()
         seen |= {(piece.entry.name, byte) for piece in sample.pieces for byte in _range(piece)}
@@ -562,7 +562,7 @@ def _range(piece: Any) -> range:
 
 def _differs(sampler: Sampler, live: dict[str, torch.Tensor], region: Any) -> bool:
     sampler.draw(live)
-    (sample,) = sampler.take(live)
+    (sample,) = sampler.samples(live)
     sample.item.target.copy_(sample.item.source)
     return sample.miscaptured(region) == ["w"]
 
@@ -578,10 +578,10 @@ def test_a_sample_is_of_the_memory_that_a_tensor_has_at_its_boundary(moved: bool
         live["w"].data = torch.ones(100)
     else:
         live["w"].fill_(1.0)
-    (sample,) = sampler.take(live)
+    (sample,) = sampler.samples(live)
     assert (sample.item.source.view(torch.float32) == 1.0).all()
     live["w"].untyped_storage().resize_(0)
-    assert sampler.take(live) == []
+    assert sampler.samples(live) == []
 
 
 def outside(weight: Any) -> None:
