@@ -601,10 +601,10 @@ def run_demo(folder: Path, *flags: str) -> tuple[int, dict[str, Any], Demo]:
 
 @real
 def test_a_node_is_lost_and_the_end_is_identical(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], pytestconfig: pytest.Config
 ) -> None:
-    """And so is the end of the command that the demo prints."""
-    code, made, demo = run_demo(tmp_path / "demo")
+    """With --all also the end of the command that the demo prints."""
+    code, made, demo = run_demo(tmp_path / "demo", "--iterations", "20")
     (printed,) = re.findall(r"(?<=outside:\n)(?:.*\\\n)+.*", capsys.readouterr().out)
     assert made["identical"], made["comparison"]["differences"]
     assert code == 0
@@ -613,23 +613,24 @@ def test_a_node_is_lost_and_the_end_is_identical(
     assert sorted(rank for ranks in event["starts"].values() for rank in ranks) == [0, 1]
     sum_of_parts = event["detect"] + sum(event["parts"].values())
     assert sum_of_parts == pytest.approx(event["seconds_to_first_iteration"], abs=0.3)
-    assert made["comparison"]["losses"] == 2 * 40
+    assert made["comparison"]["losses"] == 2 * 20
     assert not demo.folders.state.exists()
     assert "<h2>Recoveries in parts</h2>" in demo.folders.report.read_text()
-    for path in demo.folders.protected.iterdir():
-        path.unlink()
-    done = subprocess.run(["bash", "-c", printed], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "training finished" in done.stdout
-    again = compare.compare_runs(demo.folders.protected, demo.folders.oracle, 2, 40)
-    assert again.identical, again.differences
+    if pytestconfig.getoption("all_layouts"):
+        for path in demo.folders.protected.iterdir():
+            path.unlink()
+        done = subprocess.run(["bash", "-c", printed], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "training finished" in done.stdout
+        again = compare.compare_runs(demo.folders.protected, demo.folders.oracle, 2, 20)
+        assert again.identical, again.differences
     # The comparison of these very files can fail.
     path = final_path(demo.folders.oracle, 1)
     state = torch.load(path, weights_only=True)
     name = next(iter(state["weights"]))
     state["weights"][name].view(-1).view(torch.uint8)[0] ^= 1
     torch.save(state, path)
-    again = compare.compare_runs(demo.folders.protected, demo.folders.oracle, 2, 40)
+    again = compare.compare_runs(demo.folders.protected, demo.folders.oracle, 2, 20)
     assert again.differences == [f"rank 1: final state differs at /weights/{name}"]
 
 

@@ -140,7 +140,7 @@ def run(host: WarmHost, folder: Path, mesh: str, name: str, **more: str) -> list
 @pytest.mark.parametrize(
     "meshes",
     [
-        pytest.param(("4", "2"), id="4-to-2"),
+        pytest.param(("4", "2"), id="4-to-2", marks=pytest.mark.all_layouts),
         pytest.param(("2", "4"), id="2-to-4"),
         pytest.param(("2 2", "3"), id="replicated-to-3"),
     ],
