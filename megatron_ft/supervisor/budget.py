@@ -17,7 +17,7 @@ class RestartBudget:
     Progress is a rise of ``highest_iteration``, which is committed in memory, or of
     ``highest_saved``, which the framework has saved itself (-1: none yet).  Without progress the
     job ends with a failure of the training command that has come ``same_failure_limit`` times, on
-    whatever rank; with another one that has come so often on one node; and after ``total_limit``
+    whatever rank; with another one that has come as often on one node; and after ``total_limit``
     restarts whatever happened.  Delays are seconds.
     """
 

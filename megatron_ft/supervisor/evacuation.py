@@ -167,7 +167,7 @@ class Evacuations:
                 if not seating.free:
                     self._continue_on("shrunk", f"{node} leaves", list(seating.fewer))
                 return Asked(f"{node} is evacuated", self._stayed)
-            self._note(request, "moved", f"{node} had no ranks; it is no spare any more")
+            self._note(request, "moved", f"{node} had no ranks; it is not a spare any more")
 
     def restored(self, plan: RestorePlan) -> None:
         """An incarnation is about to train: all that it needs is where its nodes are."""
@@ -230,7 +230,7 @@ class Evacuations:
         )
 
     async def _grow(self) -> bool:
-        """Have the job continue with the nodes that are back too; whether it does."""
+        """Grow the job to the nodes that are back; True if it will."""
         self._grow_after = time.monotonic() + GROW_AGAIN_SECONDS * 2**self._growths
         emit = self._fleet.observers.emit
         chosen = self._more_of(await self._members.answering(self._reachable()))

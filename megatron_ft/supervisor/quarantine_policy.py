@@ -102,7 +102,7 @@ class QuarantinePolicy:
         return quarantine.settled(own.named)
 
     async def training_failed(self) -> bool:
-        """Hold a failure against the snapshot of the start if that is near; whether it is out now.
+        """Hold a failure against the snapshot of the start if that is near; True if it is out now.
 
         A failure before all ranks had loaded the snapshot says nothing about it.
         """

@@ -56,7 +56,7 @@ class NoSparePolicy:
         self.in_vain = False
 
     def again(self) -> bool:
-        """Note that no host has come; whether another way is to be chosen then."""
+        """Note that no host has come; True if another way is to be chosen then."""
         self.in_vain = self.way == HOLD
         return self.in_vain and self._spec.settings.on_no_spare == CHEAPEST
 
@@ -221,7 +221,7 @@ class MeasuredTimes:
             self._apart += self._end(HOLD, at, cost.HOST)
         elif isinstance(event.facts, TrainingEvent):
             self._trains(at)
-        elif kind in ("stopped", "held_in_vain"):
+        elif kind in ("stopped", "hold_timed_out", "held_in_vain"):  # the older name
             self._apart += self._no_host(HOLD, at)
             since |= {cost.QUEUE: at} if kind == "stopped" else {}
         elif kind in ("holding", "salvaging"):

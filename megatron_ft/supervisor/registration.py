@@ -135,11 +135,12 @@ class Registration:
         rule = rules.pop() if len(rules) == 1 else None
         if needed and rule is None:
             raise ConfigError(
-                "this program does not say with how many ranks it could continue, which a snapshot "
-                "of another layout and --on-no-spare shrink need. Megatron-LM under "
-                "--inmem-snapshot does, a loop of your own with SnapshotManager(rank_rule=...), "
-                "DeepSpeed does not. Run with as many ranks as before, and --on-no-spare stop, or "
-                "hold under Slurm, and spares"
+                "this program does not say with how many ranks it could continue. A snapshot of "
+                "another layout and --on-no-spare shrink need that. Megatron-LM says it under "
+                '--inmem-snapshot, DeepSpeed with "train_batch_size" in its JSON and at most one '
+                'of "train_micro_batch_size_per_gpu" and "gradient_accumulation_steps", a loop '
+                "of your own with SnapshotManager(rank_rule=...). Or run with as many ranks as "
+                "before, with spares, and --on-no-spare stop (under Slurm, hold)"
             )
         return rule
 

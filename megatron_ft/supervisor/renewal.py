@@ -121,7 +121,7 @@ class ArenaRenewal:
     def _may_begin(self) -> bool:
         """True unless a snapshot that sources alone could replace is not as safe as theirs yet.
 
-        A rank asks again with each snapshot that is given up for want of room.
+        A rank asks again with each snapshot that is given up for lack of room.
         """
         since = self.job.standing.committed != self._renewed_at
         return not (self.job.state.record.sources and since)

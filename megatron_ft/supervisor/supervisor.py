@@ -309,7 +309,7 @@ class Supervisor:
         ).run()
 
     async def _hold_for_hosts(self, missing: int) -> bool:
-        """Wait for ``missing`` hosts; whether all have come.  SMPs and memory stay meanwhile.
+        """Wait for ``missing`` hosts; True if all have come.  SMPs and memory stay meanwhile.
 
         False at once where the job's place has no source of them.
         """
@@ -333,7 +333,7 @@ class Supervisor:
                 return True
             await asyncio.sleep(HOST_POLL_SECONDS)
         await asyncio.to_thread(source.withdraw)
-        emit("held_in_vain", f"no replacement host came within {source.seconds:g} s")
+        emit("hold_timed_out", f"no replacement host came within {source.seconds:g} s")
         return False
 
     async def _after(self, end: Asked | Failure) -> None:

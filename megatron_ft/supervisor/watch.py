@@ -304,7 +304,7 @@ def is_locked(quiet: float, idle: float) -> bool:
 
 
 def of_training(frames: Sequence[Frame]) -> list[Frame]:
-    """The frames that are no library's; all if there is no other."""
+    """The frames outside of libraries; all if there are none."""
     return [frame for frame in frames if not LIBRARY.search(frame.file)] or list(frames)
 
 

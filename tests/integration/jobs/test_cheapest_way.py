@@ -81,7 +81,7 @@ def test_it_shrinks_after_a_wait_in_vain(made: list[Job], tmp_path: Path) -> Non
     job.run((10, lose("n1")), (30, finish))
     first, second = decisions(job)
     assert (first["way"], second["way"]) == ("hold", "shrink"), job.story()
-    assert told(job, "held_in_vain") and told(job, "salvaging"), job.story()
+    assert told(job, "hold_timed_out") and told(job, "salvaging"), job.story()
     assert second["impossible"]["hold"] == "none came"
     check(tmp_path, 3)
 

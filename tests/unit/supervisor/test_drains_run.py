@@ -18,7 +18,12 @@ from megatron_ft.core.identity import ShardPlacement, SnapshotId
 from megatron_ft.supervisor import drains as module
 from megatron_ft.supervisor.damage import DamagedShards
 from megatron_ft.supervisor.drains import Drains
-from megatron_ft.supervisor.events import JobEvent, Observers
+from megatron_ft.supervisor.events import (
+    CommittedEvent,
+    JobEvent,
+    Observers,
+    ReaderStalledEvent,
+)
 from megatron_ft.supervisor.job_state import DiskPlaces, JobState
 from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.schedule import Skips
@@ -55,7 +60,7 @@ class Nodes:
     def commit(self, iteration: int) -> None:
         """A newer snapshot."""
         self.standing.commits(SnapshotId(1, iteration), iteration, "protected")
-        self.observers.emit("committed", "")
+        self.observers.emit(CommittedEvent(), "")
 
     def kinds(self, kind: str) -> list[JobEvent]:
         """The events of a kind."""
@@ -290,11 +295,11 @@ async def test_the_end_of_training_waits_for_no_disk_that_hangs(world: World) ->
     end = asyncio.create_task(world.drains.settle())
     await asyncio.sleep(0.05)
     emit = world.nodes.observers.emit
-    emit("reader_stalled", "another reader", reader="verify-17")
+    emit(ReaderStalledEvent(reader="verify-17"), "another reader")
     await asyncio.sleep(0.05)
     assert not end.done()
     world.nodes.hanging = ["write-3 on n0"]
-    emit("reader_stalled", "it has not run", reader="write-3")
+    emit(ReaderStalledEvent(reader="write-3"), "it has not run")
     await asyncio.wait_for(end, WAIT / 2)
     (waits,) = world.nodes.kinds("drain_awaited")
     assert "the job ends once iteration 7 is on disk, or" in waits.text

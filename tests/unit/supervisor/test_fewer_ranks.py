@@ -174,7 +174,7 @@ def test_a_program_that_says_nothing_is_refused_only_where_it_must_say() -> None
     ranks = Registration(1)
     ranks.layouts["dp0"] = m.Prepare("dp0", 1, 2)
     assert ranks.rank_rule(needed=False) is None
-    with pytest.raises(ConfigError, match="DeepSpeed does not"):
+    with pytest.raises(ConfigError, match='DeepSpeed with "train_batch_size"'):
         ranks.rank_rule(needed=True)
     ranks.layouts["dp0"] = m.Prepare("dp0", 1, 2, RankRule(1, 1, 4))
     assert ranks.rank_rule(needed=True) == RankRule(1, 1, 4)

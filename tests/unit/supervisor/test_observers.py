@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import redirect_stdout, suppress
 
 from megatron_ft.cli.run import Printer
-from megatron_ft.supervisor.events import JobEvent, Observers
+from megatron_ft.supervisor.events import CommittedEvent, JobEvent, Observers
 
 
 def test_a_log_on_a_full_disk_stops_nobody() -> None:
@@ -15,7 +15,7 @@ def test_a_log_on_a_full_disk_stops_nobody() -> None:
     observers.subscribe(heard.append)
     # What is written to this device meets a disk without space (full(4)), also when it is closed.
     with suppress(OSError), open("/dev/full", "w") as full, redirect_stdout(full):
-        observers.emit("committed", "snapshot of iteration 4 committed", level="local")
+        observers.emit(CommittedEvent(level="local"), "snapshot of iteration 4 committed")
         observers.emit("training", "training")
     assert [event.kind for event in heard] == ["committed", "training"]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor.events import JobEvent, Observers
+from megatron_ft.supervisor.events import CommittedEvent, JobEvent, Observers
 from megatron_ft.supervisor.pressure import CREDIT, MOST_WAIT, PRICE, REST, Debt
 from megatron_ft.supervisor.schedule import Pacing, Schedule
 from megatron_ft.trainer.stats import LateIterations
@@ -135,7 +135,7 @@ def test_each_step_is_an_event_and_what_is_urgent_does_not_wait() -> None:
     assert schedule.waits(until - 1) and not schedule.waits(until - 1, urgent=True)
     assert not schedule.waits(until)
     for iteration in (100, until, until + 2):
-        observers.emit("committed", "", iteration=iteration)
+        observers.emit(CommittedEvent(iteration=iteration), "")
     assert [event.kind for event in events].count("pressure_over") == 1
     assert events[-2].kind == "pressure_over", "at the first commit that was not held back"
 

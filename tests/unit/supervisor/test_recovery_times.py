@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from megatron_ft.core.identity import SHRINK
+from megatron_ft.supervisor.event_log import event_of
 from megatron_ft.supervisor.recovery_cost import (
     DRAIN,
     GROW,
@@ -23,10 +26,11 @@ STARTED: list[Happened] = [(0, "supervising"), (30, "training")]
 
 
 def times(*happened: Happened, unasked: bool = True) -> MeasuredTimes:
-    events = [
+    lines: list[dict[str, Any]] = [
         {"time": at, "at": at, "job": "j", "kind": kind, "text": "", **(more[0] if more else {})}
         for at, kind, *more in happened
     ]
+    events = [event_of(line) for line in lines]
     return MeasuredTimes(events, unasked)
 
 
@@ -45,12 +49,14 @@ def test_restarts_are_told_apart() -> None:
     assert found.estimate(SHRINK) == Estimate(11, "1 measured")
 
 
-def test_holds_and_drains_are_no_part_of_restarts() -> None:
+@pytest.mark.parametrize("timed_out", ["hold_timed_out", "held_in_vain"])
+def test_holds_and_drains_are_no_part_of_restarts(timed_out: str) -> None:
+    """The second word is that of older files."""
     found = times(
         *STARTED,
         (100, "incarnation_ended"), (101, "node_lost"), (102, "salvaging"), (109, "holding"),
         (140, "incarnation_ended"), (144, "spare"), (150, "training"),
-        (200, "incarnation_ended"), (201, "node_lost"), (203, "holding"), (213, "held_in_vain"),
+        (200, "incarnation_ended"), (201, "node_lost"), (203, "holding"), (213, timed_out),
         (213, "incarnation_ended"), (214, "salvaging"), (217, "stopped"),
         (317, "supervising"), (337, "training"),
     )  # fmt: skip
