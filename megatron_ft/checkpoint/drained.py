@@ -233,10 +233,17 @@ def superfluous(
     """
     ordered = sorted(complete, key=lambda name: complete[name])
     ours = [n for n in ordered if not lineage or on_lineage(complete[n], lineage)]
-    # A drain may outlive its supervisor and finish when another incarnation drains already: it
-    # must not remove what it cannot know of.
-    later = {n for n in ordered if lineage and complete[n].incarnation > lineage[-1].incarnation}
-    return [name for name in ordered if name not in {*ours[-keep:], *later}]
+    staying = {*ours[-keep:], *(n for n in ordered if _later(complete[n], lineage))}
+    return [name for name in ordered if name not in staying]
+
+
+def _later(snapshot: SnapshotId, lineage: Sequence[Ancestor]) -> bool:
+    """True if a snapshot is of an incarnation after the one whose lineage this is.
+
+    A drain may outlive its supervisor and finish when another incarnation drains already: it
+    must not remove what it cannot know of.
+    """
+    return bool(lineage) and snapshot.incarnation > lineage[-1].incarnation
 
 
 def clean_up(
