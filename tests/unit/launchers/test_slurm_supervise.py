@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -83,14 +84,49 @@ class Batch:
         command = ["bash", "-c", f"source {SUPERVISE}; {before} supervise true"]
         return subprocess.Popen(command, env=self.environment, stdout=subprocess.PIPE, text=True)
 
+    def end(self) -> int:
+        return self.start().wait(60)
+
+    def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command,
+            env=self.environment,
+            cwd=self.calls.parent,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
     def did(self, words: str) -> bool:
         return words in self.calls.read_text()
+
+    def note_sent(self) -> None:
+        """The program that it starts has had a signal more; see RUN."""
+        with self.calls.open("a") as calls:
+            calls.write("sent\n")
+
+    def deputies(self) -> set[str]:
+        """Nodes on which deputies were started."""
+        lines = [line for line in self.calls.read_text().splitlines() if "deputy.sh" in line]
+        return {line.partition("--nodelist=")[2].split()[0] for line in lines}
+
+    def until(self, words: str, process: subprocess.Popen[str]) -> None:
+        """Wait for a call."""
+        await_that(words, lambda: self.did(words) or process.poll() is not None)
+        assert self.did(words), f"it ended before {words!r}"
+
+
+def await_that(what: str, holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, f"no {what} within 60 s"
+        time.sleep(0.05)  # nobody tells of lines in a file
 
 
 @pytest.mark.parametrize("name", ["AFTER_TERM", "ON_NO_SPARE", "MAX_REQUEUES"])
 def test_a_policy_that_does_not_exist_is_refused(tmp_path: Path, name: str) -> None:
     batch = Batch(tmp_path, 0, **{name: "grow"})
-    assert batch.start().wait(60) == 2
+    assert batch.end() == 2
     assert not batch.did("begun")
 
 
@@ -98,13 +134,7 @@ def test_an_environment_without_the_program_is_refused(tmp_path: Path) -> None:
     batch = Batch(tmp_path, 0, VENV="/nowhere")
     (tmp_path / "megatron-ft").unlink()
     batch.environment["PATH"] = f"{tmp_path}:/usr/bin:/bin"
-    process = subprocess.run(
-        ["bash", "-c", f"source {SUPERVISE}; supervise true"],
-        env=batch.environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    process = batch.run("bash", "-c", f"source {SUPERVISE}; supervise true")
     assert process.returncode == 2 and not batch.calls.read_text()
     assert "no command megatron-ft in '/nowhere/bin'" in process.stderr, process.stderr
 
@@ -116,21 +146,14 @@ def test_an_environment_without_the_program_is_refused(tmp_path: Path) -> None:
 def test_a_script_without_its_files_trains_nothing(tmp_path: Path, name: str, said: str) -> None:
     given = {"MEGATRON_FT_HOME": str(ROOT), "TRAIN": "true", "SLURM_SUBMIT_DIR": str(tmp_path)}
     batch = Batch(tmp_path, 0, **{key: value for key, value in given.items() if key != name})
-    done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "slurm" / "pretrain_gpt_inmem.sbatch")],
-        env=batch.environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = batch.run("bash", SUPERVISE.with_name("pretrain_gpt_inmem.sbatch"))
     assert done.returncode == 2 and said in done.stderr, done
     assert not batch.did("begun")
 
 
 def test_a_script_that_only_checks_asks_the_doctor_and_ends(tmp_path: Path) -> None:
     batch = Batch(tmp_path, 1, CHECK_ONLY="yes")
-    assert batch.start().wait(60) == 1
+    assert batch.end() == 1
     (begun,) = batch.calls.read_text().splitlines()
     assert begun.startswith("begun doctor --launcher slurm --job job") and begun.endswith("true")
 
@@ -138,7 +161,7 @@ def test_a_script_that_only_checks_asks_the_doctor_and_ends(tmp_path: Path) -> N
 def test_nothing_follows_a_requeue(tmp_path: Path) -> None:
     """Slurm may end what the script waits for before it ends the script."""
     batch = Batch(tmp_path, 13, REQUEUE="0")
-    batch.start().wait(60)
+    batch.end()
     # Deputies that the script has begun beside itself may still look for their nodes.
     looks = ("scontrol show hostnames", "squeue")
     calls = [c for c in batch.calls.read_text().splitlines() if not c.startswith(looks)]
@@ -150,28 +173,26 @@ def test_a_script_that_slurm_ends_for_its_requeue_ends_at_once(tmp_path: Path, n
     """Not after KillWait: the nodes are waited for.  Slurm does not wait for its command's end."""
     batch = Batch(tmp_path, 13, REQUEUE="0")
     batch._write(tmp_path / "scontrol", CALLED.replace("exit", f"kill -{name} $PPID; exit"))
-    assert batch.start().wait(60) == -signal.Signals[f"SIG{name}"]
+    assert batch.end() == -signal.Signals[f"SIG{name}"]
     assert batch.did("scontrol requeue 9") and not batch.did("sleep infinity")
 
 
 def test_a_job_that_was_cancelled_is_not_revived(tmp_path: Path) -> None:
     batch = Batch(tmp_path, 13, STATE="COMPLETING")
-    assert batch.start().wait(60) == 13
+    assert batch.end() == 13
     assert not batch.did("scontrol requeue")
 
 
 def test_deputies_are_on_two_other_nodes_whatever_their_names_begin_with(tmp_path: Path) -> None:
     batch = Batch(tmp_path, 0, NODES="n1 n10 n11 n12", SLURMD_NODENAME="n1", SIGNALS="1")
     script = batch.start()
-    wait_for(batch, "--nodelist=n11 ", script)
-    with batch.calls.open("a") as calls:
-        calls.write("sent\n")
+    batch.until("--nodelist=n11 ", script)
+    batch.note_sent()
     # They are started beside the script, and have its output open as long as they run.
     script.communicate(timeout=60)
     assert script.returncode == 0
-    deputies = [line for line in batch.calls.read_text().splitlines() if "deputy.sh" in line]
-    assert {line.partition("--nodelist=")[2].split()[0] for line in deputies} == {"n10", "n11"}
-    assert all(f"deputy.sh n1 {tmp_path}/state" in line for line in deputies)
+    assert batch.deputies() == {"n10", "n11"}
+    assert batch.calls.read_text().count(f"deputy.sh n1 {tmp_path}/state") == 2
 
 
 @pytest.mark.parametrize(
@@ -192,13 +213,11 @@ def test_a_lost_deputy_gets_a_successor(
     batch = Batch(tmp_path, 0, NODES=nodes, STEPS=steps, SLURMD_NODENAME="n1", SIGNALS="1")
     script = batch.start()
     for node in sorted(started):
-        wait_for(batch, f"--nodelist={node} ", script)
-    wait_for(batch, "sleep 10", script)
-    with batch.calls.open("a") as calls:
-        calls.write("sent\n")
+        batch.until(f"--nodelist={node} ", script)
+    batch.until("sleep 10", script)
+    batch.note_sent()
     script.communicate(timeout=60)
-    deputies = [line for line in batch.calls.read_text().splitlines() if "deputy.sh" in line]
-    assert {line.partition("--nodelist=")[2].split()[0] for line in deputies} == started
+    assert batch.deputies() == started
 
 
 def test_flags_for_srun_stay_one_word(tmp_path: Path) -> None:
@@ -206,13 +225,13 @@ def test_flags_for_srun_stay_one_word(tmp_path: Path) -> None:
     flags = "--container-image=x.sqsh --container-mounts=/dev/shm:/dev/shm"
     batch = Batch(tmp_path, 0, SRUN_FLAGS=flags, RUN_FLAGS="--lease-seconds 4")
     batch._write(tmp_path / "megatron-ft", '#!/bin/sh\nprintf "<%s>" "$@" >>"$CALLS"\n')
-    assert batch.start().wait(60) == 0
+    assert batch.end() == 0
     assert batch.did(f"<--srun-flags={flags}><--lease-seconds><4><--><true>")
     other = tmp_path / "without"  # programs of the first may still be running
     other.mkdir()
     without = Batch(other, 0)
     without.calls.write_text("")
-    assert without.start().wait(60) == 0 and not without.did("--srun-flags")
+    assert without.end() == 0 and not without.did("--srun-flags")
 
 
 @pytest.mark.parametrize(
@@ -230,7 +249,7 @@ def test_a_last_drain_may_take_what_the_warning_leaves(
     batch = Batch(tmp_path, 0, **given)
     show = '#!/bin/sh\necho "may drain for $MEGATRON_FT_DRAIN_STOP_SECONDS s" >>"$CALLS"\n'
     batch._write(tmp_path / "megatron-ft", show)
-    assert batch.start().wait(60) == 0
+    assert batch.end() == 0
     assert batch.did(f"may drain for {told} s")
 
 
@@ -250,7 +269,7 @@ def test_a_job_that_nothing_starts_again_does_not_count_on_a_requeue(
     tmp_path: Path, settings: dict[str, str], seconds: str
 ) -> None:
     batch = Batch(tmp_path, 0, ON_NO_SPARE="auto", **settings)
-    assert batch.start().wait(60) == 0
+    assert batch.end() == 0
     assert batch.did(f"--on-no-spare auto --queue-seconds {seconds} ")
 
 
@@ -260,10 +279,7 @@ def test_a_drain_that_may_take_longer_than_slurms_warning_leaves_is_told(
 ) -> None:
     given = {"MEGATRON_FT_HOME": str(ROOT), "VENV": "/", "DRAIN_STOP_SECONDS": seconds}
     batch = Batch(tmp_path, 0, **given)
-    script = ROOT / "scripts" / "slurm" / "deepspeed_inmem.sbatch"
-    done = subprocess.run(
-        ["bash", script], env=batch.environment, capture_output=True, text=True, timeout=60
-    )
+    done = batch.run("bash", SUPERVISE.with_name("deepspeed_inmem.sbatch"))
     assert done.returncode == 0, done
     assert ("leaves only 300 s" in done.stderr) == warned, done.stderr
 
@@ -289,7 +305,7 @@ def test_what_follows_from_an_exit_code(
     tmp_path: Path, code: int, settings: dict[str, str], requeued: bool
 ) -> None:
     batch = Batch(tmp_path, code, **settings)
-    assert batch.start().wait(60) == code
+    assert batch.end() == code
     assert batch.did("scontrol requeue 9") == requeued
     assert batch.did(FREED) == (code != 0), "memory of a job that ends is freed"
     policy = settings.get("ON_NO_SPARE", "")
@@ -307,7 +323,7 @@ def test_what_follows_from_a_task_of_an_array(
     tmp_path: Path, code: int, settings: dict[str, str], goes_on: bool
 ) -> None:
     batch = Batch(tmp_path, code, **ARRAY, **settings)
-    assert batch.start().wait(60) == code
+    assert batch.end() == code
     assert batch.did("scancel --state=PENDING 7") != goes_on
     assert batch.did("--job job-7 ")
     assert batch.did("squeue --noheader --jobs 7_2 ") or code in (0, 14)
@@ -326,9 +342,9 @@ def test_a_second_script_of_one_job_leaves_all_to_the_first(
     lock.parent.mkdir(parents=True)
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert batch.start().wait(60) == 2
+        assert batch.end() == 2
     assert batch.did("begun") and not batch.did("srun") and not batch.did("scancel")
-    assert batch.start().wait(60) == 2
+    assert batch.end() == 2
     assert batch.did(FREED), "nobody holds it any more"
 
 
@@ -339,10 +355,10 @@ def test_only_what_this_slurm_job_has_made_is_freed(tmp_path: Path) -> None:
         (job / node / "slurm-job").write_text(number)
     free = f'source {SUPERVISE}; bash -c "$FREE" "$ARENA_DIR/$JOB" "$SLURM_JOB_ID"'
     batch = Batch(tmp_path, 0, ARENA_DIR=str(job.parent), JOB=job.name)
-    subprocess.run(["bash", "-c", free], env=batch.environment, check=True, timeout=60)
+    assert batch.run("bash", "-c", free).returncode == 0
     assert [node.name for node in job.iterdir()] == ["n1"]
     batch.environment["SLURM_JOB_ID"] = "8"
-    subprocess.run(["bash", "-c", free], env=batch.environment, check=True, timeout=60)
+    assert batch.run("bash", "-c", free).returncode == 0
     assert not job.exists() and job.parent.exists()
 
 
@@ -350,14 +366,14 @@ def test_only_what_this_slurm_job_has_made_is_freed(tmp_path: Path) -> None:
 def test_a_supervisor_that_crashed_is_started_again(tmp_path: Path, code: int) -> None:
     """By an error of its own or whatever signal, its nodes' memory is as it was."""
     batch = Batch(tmp_path, code)
-    assert batch.start().wait(60) == code
+    assert batch.end() == code
     assert batch.calls.read_text().count("begun") == 3
 
 
 @pytest.mark.parametrize("code", [0, 2, 10, 12, 13, 130])
 def test_a_supervisor_that_ended_is_not_started_again(tmp_path: Path, code: int) -> None:
     batch = Batch(tmp_path, code)
-    assert batch.start().wait(60) == code
+    assert batch.end() == code
     assert batch.calls.read_text().count("begun") == 1
 
 
@@ -365,7 +381,7 @@ def test_a_supervisor_told_to_stop_while_it_starts_is_one_that_did_not_drain(
     tmp_path: Path,
 ) -> None:
     batch = Batch(tmp_path, 143)
-    assert batch.start().wait(60) == 14
+    assert batch.end() == 14
     assert batch.calls.read_text().count("begun") == 1 and batch.did("scontrol requeue 9")
 
 
@@ -387,7 +403,7 @@ def test_a_time_limit_within_its_own_warning_requeues_nothing(
     assert batch.did("scontrol requeue 9") == requeued
     drained = Batch(tmp_path, 13, LEFT=left)
     drained.calls.write_text("")
-    assert drained.start().wait(60) == 13
+    assert drained.end() == 13
     assert drained.did("scontrol requeue 9"), "it trained"
 
 
@@ -395,12 +411,11 @@ def test_a_time_limit_within_its_own_warning_requeues_nothing(
 def test_signals_reach_the_supervisor_once(tmp_path: Path, name: str, requeued: bool) -> None:
     batch = Batch(tmp_path, 13, SIGNALS="3")
     process = batch.start()
-    wait_for(batch, "begun", process)
+    batch.until("begun", process)
     for _ in range(3):
         process.send_signal(signal.Signals[f"SIG{name}"])
-        wait_for(batch, "told", process)
-        with batch.calls.open("a") as calls:
-            calls.write("sent\n")
+        batch.until("told", process)
+        batch.note_sent()
     assert process.wait(60) == 13
     assert batch.calls.read_text().count("told") == 1
     assert batch.did("scontrol requeue") == requeued
@@ -409,11 +424,10 @@ def test_signals_reach_the_supervisor_once(tmp_path: Path, name: str, requeued: 
 def test_what_keeps_the_deputies_ends_with_a_script_that_is_killed(tmp_path: Path) -> None:
     batch = Batch(tmp_path, 0, SIGNALS="1")
     script = batch.start()
-    wait_for(batch, "sleep 10", script)
+    batch.until("sleep 10", script)
     script.kill()
     script.wait(20)
-    with batch.calls.open("a") as calls:
-        calls.write("sent\n")
+    batch.note_sent()
     # It has the script's output open as long as it runs.
     script.communicate(timeout=20)
 
@@ -472,19 +486,6 @@ def end_deputy(batch: Batch) -> None:
             deputy.kill()
 
 
-def wait_for(batch: Batch, words: str, process: subprocess.Popen[str]) -> None:
-    for _ in range(600):
-        if batch.did(words):
-            return
-        assert process.poll() is None, f"it ended before {words!r}"
-        # Nobody tells of lines in a file.
-        try:
-            process.wait(0.1)
-        except subprocess.TimeoutExpired:
-            continue
-    raise AssertionError(f"no {words!r} within 60 s")
-
-
 def failing(batch: Batch, command: str, times: int, said: str) -> None:
     """Have a command of Slurm's fail at first, so many times, with this on its standard error."""
     counter = f'echo x >>"$CALLS.{command}"\n'
@@ -511,14 +512,14 @@ def test_a_requeue_waits_for_a_scheduler_that_is_away(tmp_path: Path, command: s
 def test_what_slurm_refuses_is_not_asked_again(tmp_path: Path) -> None:
     batch = Batch(tmp_path, 13, REQUEUE="0")
     failing(batch, "scontrol", 1, "Requested operation is presently disabled for job 9")
-    assert batch.start().wait(60) == 13
+    assert batch.end() == 13
     assert batch.calls.read_text().count("scontrol requeue") == 1
 
 
 def test_a_scheduler_that_stays_away_is_asked_for_its_time(tmp_path: Path) -> None:
     batch = Batch(tmp_path, 13, REQUEUE="0", ASK_SECONDS="1")
     failing(batch, "squeue", 10**6, AWAY)
-    assert batch.start().wait(60) == 13
+    assert batch.end() == 13
     assert not batch.did("scontrol requeue")
 
 
@@ -534,13 +535,13 @@ def test_an_early_end_is_requeued_where_asked(
     tmp_path: Path, code: int, settings: dict[str, str], requeued: bool
 ) -> None:
     batch = Batch(tmp_path, code, **settings)
-    assert batch.start().wait(60) == code
+    assert batch.end() == code
     assert batch.did("scontrol requeue") == requeued
 
 
 def test_the_next_task_of_an_array_continues_after_an_early_end(tmp_path: Path) -> None:
     batch = Batch(tmp_path, 15, **ARRAY)
-    assert batch.start().wait(60) == 15
+    assert batch.end() == 15
     assert not batch.did("scancel --state=PENDING") and not batch.did(FREED)
 
 
@@ -550,7 +551,7 @@ def test_the_next_task_of_an_array_continues_after_an_early_end(tmp_path: Path) 
 )
 def test_a_job_name_of_any_form_is_made_safe(tmp_path: Path, name: str) -> None:
     batch = Batch(tmp_path, 0, SLURM_JOB_NAME=name)
-    assert batch.start().wait(60) == 0
+    assert batch.end() == 0
     begun = next(line for line in batch.calls.read_text().splitlines() if line.startswith("begun"))
     given = begun.split("--job ")[1].split(" --spares")[0]
     check_names(Path("/dev/shm/x"), given, ["n0"])
@@ -560,38 +561,29 @@ def test_a_job_name_of_any_form_is_made_safe(tmp_path: Path, name: str) -> None:
 def test_a_deputy_that_cannot_start_is_said(tmp_path: Path) -> None:
     batch, said = Batch(tmp_path, 0, SIGNALS="1", NODES="n0 n1"), tmp_path / "said"
     batch._write(tmp_path / "srun", "#!/bin/bash\nexit 1\n")
-    command = ["bash", "-c", f"exec >{said} 2>&1; source {SUPERVISE}; supervise true"]
-    with subprocess.Popen(command, env=batch.environment) as process:
-        try:
-            deadline = time.monotonic() + 60
-            while not said.exists() or "no deputy could be started on n1" not in said.read_text():
-                assert time.monotonic() < deadline, said.read_text()
-                time.sleep(0.1)
-            with batch.calls.open("a") as calls:
-                calls.write("sent\n")
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
+    words = "no deputy could be started on n1"
+    saying(batch, said, words, lambda: said.exists() and words in said.read_text())
 
 
 def test_raw_errors_of_a_controller_that_is_away_are_kept_out_of_the_output(
     tmp_path: Path,
 ) -> None:
     batch, said = Batch(tmp_path, 0, SIGNALS="1", NODES="n0 n1"), tmp_path / "said"
-    raw = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
     for name in ("squeue", "scontrol", "scancel"):
-        batch._write(tmp_path / name, f"#!/bin/bash\necho '{raw}' >&2\nexit 1\n")
-    command = ["bash", "-c", f"exec >{said} 2>&1; source {SUPERVISE}; supervise true"]
+        batch._write(tmp_path / name, f"#!/bin/bash\necho '{AWAY}' >&2\nexit 1\n")
     log = Path(batch.environment["STATE_DIR"]) / "deputies.log"
+    errors = lambda: log.exists() and log.read_text().count(AWAY) >= 3  # noqa: E731
+    saying(batch, said, f"errors in {log}", errors)
+    assert AWAY not in said.read_text(), said.read_text()
+
+
+def saying(batch: Batch, said: Path, what: str, holds: Callable[[], bool]) -> None:
+    """Have it run with its output in a file until this holds, and end well."""
+    command = ["bash", "-c", f"exec >{said} 2>&1; source {SUPERVISE}; supervise true"]
     with subprocess.Popen(command, env=batch.environment) as process:
         try:
-            deadline = time.monotonic() + 60
-            while not log.exists() or log.read_text().count(raw) < 3:
-                assert time.monotonic() < deadline, f"{log} has no error: {said.read_text()}"
-                time.sleep(0.1)
-            with batch.calls.open("a") as calls:
-                calls.write("sent\n")
+            await_that(what, holds)
+            batch.note_sent()
             assert process.wait(60) == 0
         finally:
             process.kill()
-    assert raw not in said.read_text(), said.read_text()
