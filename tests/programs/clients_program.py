@@ -46,7 +46,7 @@ def main() -> None:
     from deepspeed_ext import attachment
 
     attachment.make_manager = deepspeed_program.make_manager
-    attachment.manager_at = deepspeed_program.manager_at
+    attachment.manager_at = deepspeed_program.manager_at  # type: ignore[assignment]
     told, folder = json.loads(sys.argv[2]), Path(sys.argv[3])
     seen = globals()[sys.argv[1]](told, folder)
     (folder / f"seen{os.environ['RANK']}.json").write_text(json.dumps(seen))
@@ -175,7 +175,7 @@ def accelerator(told: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     plugin = DeepSpeedPlugin(hf_ds_config=config(told))
     one = Accelerator(deepspeed_plugin=plugin)
-    loader = torch.utils.data.DataLoader(samples(), BATCH, shuffle=True)  # type: ignore[arg-type]
+    loader: Any = torch.utils.data.DataLoader(samples(), BATCH, shuffle=True)  # type: ignore[arg-type]
     model = gpt2()
     model, optimizer, loader = one.prepare(model, DummyOptim(model.parameters()), loader)
     seen: dict[str, Any] = {"losses": {}}
@@ -335,7 +335,7 @@ def plain_accelerator(told: dict[str, Any], folder: Path) -> dict[str, Any]:
     model, optimizer, loader = one.prepare(
         net,
         torch.optim.SGD(net.parameters(), 0.1),
-        torch.utils.data.DataLoader(tokens, BATCH, shuffle=True),
+        torch.utils.data.DataLoader(tokens, BATCH, shuffle=True),  # type: ignore[arg-type]
     )
     state = {"model": model, "optimizer": optimizer.optimizer, "rng": RngState()}
     torch.manual_seed(50 + 100 * (LOAD_FROM in os.environ) + one.process_index)
@@ -411,5 +411,6 @@ def plain_lightning(told: dict[str, Any], folder: Path) -> dict[str, Any]:
     )
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
-    one.fit(Module(), torch.utils.data.DataLoader(tokens, BATCH, shuffle=True))
+    loader: Any = torch.utils.data.DataLoader(tokens, BATCH, shuffle=True)  # type: ignore[arg-type]
+    one.fit(Module(), loader)
     return seen

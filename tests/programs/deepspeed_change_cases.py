@@ -318,7 +318,7 @@ REFUSED = (trained_is_replaced, optimizer_gets_more)
 """Without ZeRO."""
 
 REFUSALS = "a parameter of shape .* that is not in the model"
-LATE = {moment_takes_another_form: 1}
+LATE: dict[Any, int] = {moment_takes_another_form: 1}
 """Snapshots without success: the form of what no boundary captures is compared as it is copied."""
 
 

@@ -147,7 +147,8 @@ def loaders(folder: Path) -> dict[str, Any]:
 
 def training_data(folder: Path) -> dict[str, Any]:
     """A loader that DeepSpeed made from ``training_data`` before the engine is watched."""
-    from deepspeed_ext.resumable_loader import DataPosition, ResumableLoader
+    from deepspeed_ext.resumable_loader import DataPosition
+    from megatron_ft.trainer.resumable_loader import ResumableLoader
 
     engine = engine_of({"training_data": Numbers()})
     inner = engine.training_dataloader

@@ -39,7 +39,7 @@ def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
         return differences(vars(ours), vars(theirs), path)
     else:
         return [] if ours == theirs else [f"{path}: {ours!r}, not {theirs!r}"]
-    return [found for key, *pair in pairs for found in differences(*pair, f"{path}/{key}")]
+    return [text for key, one, other in pairs for text in differences(one, other, f"{path}/{key}")]
 
 
 def _of_tensors(ours: torch.Tensor, theirs: torch.Tensor, path: str) -> list[str]:
@@ -80,8 +80,8 @@ def _names(directory: Path) -> list[str]:
 def compare_files(ours: Path, theirs: Path) -> list[str]:
     if theirs.suffix != ".pt":
         return [] if ours.read_bytes() == theirs.read_bytes() else [f"{ours.name}: other bytes"]
-    loaded = [torch.load(path, weights_only=False) for path in (ours, theirs)]
-    return differences(*loaded, theirs.name)
+    mine, other = (torch.load(path, weights_only=False) for path in (ours, theirs))
+    return differences(mine, other, theirs.name)
 
 
 def refuse_export() -> None:
@@ -104,7 +104,7 @@ def convert() -> None:
 
     ours, theirs = Path(os.environ[EXPORTED]), Path(os.environ[REFERENCE])
     whole = [get_fp32_state_dict_from_zero_checkpoint(str(folder)) for folder in (ours, theirs)]
-    found = differences(*[dict(weights) for weights in whole], "fp32")
+    found = differences(dict(whole[0]), dict(whole[1]), "fp32")
     tag = (ours / "latest").read_text()
     universal = ours.with_name("universal")
     arguments = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}

@@ -97,7 +97,7 @@ def states_move_when_no_copy_reads_them() -> None:
             smp.grant(engine.global_steps + 1)
             train_step(engine)
             assert copier.started.wait(WAIT), "the copy has not begun"
-            run, found = made._captures._run, []
+            run, found = made._captures._run, list[Any]()
             move = getattr(engine.optimizer, name)
 
             def moved(move: Any = move, run: Any = run, found: Any = found, **options: Any) -> None:
@@ -117,7 +117,7 @@ def open_when_waited_for(copier: GatedCopier, run: Any) -> None:
     """Let the copy continue once the training thread waits for it."""
     entered = threading.Event()
     wait = run.wait_moved
-    run.wait_moved = lambda seconds: (entered.set(), wait(seconds))[1]
+    run.wait_moved = lambda seconds: entered.set() or wait(seconds)  # type: ignore[func-returns-value]
 
     def open_gate() -> None:
         entered.wait(WAIT)

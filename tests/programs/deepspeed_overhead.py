@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import distributed, nn
@@ -56,7 +56,7 @@ def measure() -> None:
     smp = FakeSmp(folder, block_bytes=1 << 20)
     config = SnapshotConfig()
     copier = TimedCopier(PIECE_BYTES)
-    manager = SnapshotManager(config, shard_id=smp.shard_id, client=smp, copier=copier)
+    manager = SnapshotManager(config, shard_id=smp.shard_id, client=smp, copier=copier)  # type: ignore[arg-type]
     state = EngineState(engine, {"random": RngState()})
     manager.prepare(state)
     for inner in [state.inner_optimizer]:
@@ -174,4 +174,4 @@ def _noting(original: Callable[..., Any], calls: list[str]) -> Callable[..., Any
 def _collectives() -> dict[str, int]:
     """How many every process group has been asked for, by its name."""
     groups = distributed.distributed_c10d._world.pg_names.items()
-    return {name: group._get_sequence_number_for_group() for group, name in groups}
+    return {name: cast(Any, group)._get_sequence_number_for_group() for group, name in groups}

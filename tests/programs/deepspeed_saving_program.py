@@ -47,7 +47,7 @@ def engine_of(**config: Any) -> Any:
     return engine
 
 
-def wrapped(engine: Any, seconds: float = WAIT) -> functools.partial[Any]:
+def wrapped(engine: Any, seconds: float = WAIT) -> Any:
     """Put our engine around DeepSpeed's; the ``save_checkpoint`` that goes with it."""
     from deepspeed_ext.checkpoint_engine import SnapshotCheckpointEngine, world_agreement
     from deepspeed_ext.saving import Checkpoints
@@ -102,7 +102,7 @@ def on_rank_1(inner: Any, before_save: Callable[[str], None]) -> Callable[[], No
 def plain(folder: Path) -> dict[str, Any]:
     """DeepSpeed alone: rank 1 does not write before ``latest`` names the checkpoint."""
     engine = engine_of()
-    seen = {}
+    seen: dict[str, Any] = {}
 
     def wait_for_latest(path: str) -> None:
         until(lambda: latest(folder) == "slow", "`latest` names the checkpoint")

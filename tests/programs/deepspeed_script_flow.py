@@ -81,7 +81,7 @@ def _script(told: dict[str, Any], seen: dict[str, Any]) -> None:
                 raise
             seen.setdefault("errors", []).append(str(error))
             continue
-        seen["losses"][engine.global_steps] = [loss.item().hex() for loss in losses]
+        seen["losses"][engine.global_steps] = [float(loss.item()).hex() for loss in losses]
         for save in told.get("saves", {}).get(str(engine.global_steps), ()):
             engine.save_checkpoint(**save)
         for load in told.get("reloads", {}).get(str(engine.global_steps), ()):
@@ -155,7 +155,7 @@ def _schedule(engine: Any) -> Any:
     return torch.optim.lr_scheduler.ExponentialLR(engine.basic_optimizer, 0.5)
 
 
-def _unwrap() -> type:
+def _unwrap() -> Any:
     """DeepSpeed's engine as it is without the hook."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 

@@ -116,6 +116,7 @@ def numbers_of_the_release_before_are_read() -> None:
     assert objects["numbers"] == {}
     names = [name.removesuffix("/master") for name in state.tensors() if name.endswith("/master")]
     kept = [dict(one) for one in engine.optimizer.state.values()]
+    numbers: dict[str, Any]
     for numbers in ({}, {name: {} for name in names}):
         state.load(objects | {"numbers": numbers})
         after = [dict(one) for one in engine.optimizer.state.values()]

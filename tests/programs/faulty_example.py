@@ -75,7 +75,8 @@ def call_another() -> None:
 
 def load_batch() -> None:
     """A process of the data loader never ends its sample."""
-    next(iter(DataLoader([0], collate_fn=lambda _: time.sleep(3600), num_workers=1)))
+    samples: Any = [0]
+    next(iter(DataLoader(samples, collate_fn=lambda _: time.sleep(3600), num_workers=1)))
 
 
 def be_suspended() -> None:

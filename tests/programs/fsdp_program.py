@@ -53,14 +53,15 @@ def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if way == "tensor":
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        model, mesh = parallelize_module(model, mesh["tensors"], plan), mesh["shards"]
+        parallel: Any = parallelize_module(model, mesh["tensors"], plan)
+        model, mesh = parallel, mesh["shards"]
     for layer in (*model, model):
         fully_shard(layer, mesh=mesh, **options)
     torch.manual_seed(100 + dist.get_rank())
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, iteration: int) -> float:
+def step(model: Any, optimizer: torch.optim.Optimizer, iteration: int) -> float:
     """Train on this rank's part of the batch; the loss of all of it."""
     generator = torch.Generator().manual_seed(iteration)
     batch = torch.randn(BATCH, 13, dtype=next(model.parameters()).dtype, generator=generator)

@@ -206,7 +206,9 @@ TOGETHER = (
 def main() -> None:
     """Each way in turn, as often as the first argument says; further arguments choose ways."""
     rank, rounds = int(os.environ["RANK"]), int(sys.argv[1])
-    meeting = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0)
+    meeting = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0
+    )
     rendezvous_in_python.install()
     settings, interrupter = ProcessState(), Interrupter()
     chance = random.Random(rank)
@@ -226,7 +228,7 @@ def main() -> None:
         time.sleep(0.001)
 
 
-def await_both(meeting: dist.TCPStore, name: str) -> None:
+def await_both(meeting: Any, name: str) -> None:
     """Return when both ranks have come here."""
     meeting.add(name, 1)
     while int(meeting.add(name, 0)) < 2:

@@ -33,8 +33,8 @@ Box = tuple[slice, ...]
 def read_checkpoint(folder: Path) -> dict[str, Any]:
     content: dict[str, Any] = {}
     # Tests import this module for its names, and these imports take seconds.
-    from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     _load_state_dict(
@@ -106,7 +106,8 @@ def read_all() -> None:
 
 def compare_checkpoints() -> None:
     folders = [Path(os.environ[name]) for name in (EXPORTED, REFERENCE)]
-    finish(final_state.differences(*[read_checkpoint(folder) for folder in folders]))
+    exported, reference = (read_checkpoint(folder) for folder in folders)
+    finish(final_state.differences(exported, reference))
 
 
 def global_tensors(shards: OpenSnapshot) -> dict[str, torch.Tensor]:

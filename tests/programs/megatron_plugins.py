@@ -309,7 +309,7 @@ def count_calls() -> None:
         folder = Path(os.environ["TEST_SAVE_TO"]).parent
         (folder / f"calls{os.environ['RANK']}.json").write_text(json.dumps(counts))
 
-    SnapshotRun.end_iteration, SnapshotRun.close = counted, closed  # type: ignore[method-assign]
+    SnapshotRun.end_iteration, SnapshotRun.close = counted, closed  # type: ignore[method-assign, assignment]
 
 
 COLLECTIVES = (

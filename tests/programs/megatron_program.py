@@ -61,8 +61,8 @@ def _read_help_once() -> None:
     """Parsers of flags are made from the source of Megatron's classes, in every rank."""
     from megatron.training.arguments import add_megatron_arguments
 
-    inspect.getsource = functools.cache(inspect.getsource)
-    ast.parse = functools.cache(ast.parse)
+    inspect.getsource = functools.cache(inspect.getsource)  # type: ignore[assignment]
+    ast.parse = functools.cache(ast.parse)  # type: ignore[assignment]
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -181,7 +182,8 @@ class ArenaFolder:
         def work(rank: int, transport: ThreadTransport) -> list[Encoded | Rebuilt]:
             stripes = tuple(self._order(p, rank, lost) for p in self._affected(lost))
             order = kind(snapshot=snapshot, world="test", stripes=stripes)
-            reports = list(OrderRunner(JOB, lambda: transport).run(order))
+            connect: Any = lambda: transport  # noqa: E731
+            reports = list(OrderRunner(JOB, connect).run(order))
             return [report for report in reports if isinstance(report, Encoded | Rebuilt)]
 
         results = ThreadWorld(len(self.nodes)).run(work)

@@ -206,19 +206,18 @@ class GatedCopier(CpuCopier):
         return super().copy(*arguments)
 
 
-def make_manager(smp: FakeSmp, **options: object) -> SnapshotManager:
-    settings = {"fence_timeout_seconds": WAIT}
-    settings.update(options.pop("settings", {}))  # type: ignore[call-overload]
+def make_manager(smp: FakeSmp, **options: Any) -> SnapshotManager:
+    settings = {"fence_timeout_seconds": WAIT, **options.pop("settings", {})}
     options.setdefault("copier", CpuCopier(65536))
     return SnapshotManager(
         SnapshotConfig(**settings),
-        client=smp,
+        client=smp,  # type: ignore[arg-type]
         rank=0,
-        **options,  # type: ignore[arg-type]
+        **options,
     )
 
 
-def saved(smp: FakeSmp, state: object, slot: int = 0) -> SealedRecord:
+def saved(smp: FakeSmp, state: Any, slot: int = 0) -> SealedRecord:
     """What a state was sealed as by a trainer that has ended; the next one is offered it."""
     manager = make_manager(smp)
     manager.prepare(state)
@@ -230,7 +229,7 @@ def saved(smp: FakeSmp, state: object, slot: int = 0) -> SealedRecord:
     return smp.sealed_records[snapshot]
 
 
-def gated(smp: FakeSmp, state: object, **settings: object) -> tuple[SnapshotManager, GatedCopier]:
+def gated(smp: FakeSmp, state: Any, **settings: object) -> tuple[SnapshotManager, GatedCopier]:
     """A prepared trainer that has been through its fence, and whose copies wait at a gate."""
     copier = GatedCopier()
     manager = make_manager(smp, copier=copier, settings=settings)

@@ -83,7 +83,7 @@ EXPLODE_FIRST = {"explodes": tuple(range(1, 11))}
 """Until after the snapshot no step is applied."""
 
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
-RS = {"ranks": 4, "scheme": "rs:3+1"}
+RS: dict[str, Any] = {"ranks": 4, "scheme": "rs:3+1"}
 
 MATRIX = [
     Cell(

@@ -45,7 +45,10 @@ def pause(job: Job, paused: bool) -> None:
     pump = job.supervisor.pump
     cycle = pump.cycle
     if paused:
-        idle = lambda: pump.paused and cycle and cycle.phase.value == "idle"  # noqa: E731
+
+        def idle() -> bool:
+            return pump.paused and cycle is not None and cycle.phase.value == "idle"
+
         wait_until(job, idle, "for snapshots to stop")
 
 

@@ -174,7 +174,7 @@ class ThreadTransport:
 
     def isend(self, buffer: Bytes, peer: int, tag: int) -> object:
         self.sent[MessageKind(tag >> 12)] += buffer.nbytes
-        send = _Send(buffer, peer, zlib.crc32(buffer))
+        send = _Send(buffer, peer, zlib.crc32(buffer.data))
         with self._world.changed:
             self._world.sends[self.rank, peer, tag].append(send)
             self._world.changed.notify_all()
@@ -190,8 +190,10 @@ class ThreadTransport:
             self._receive(receive)
         for send in pending:
             if isinstance(send, _Send):
-                self._wait_for(lambda s=send: s.done)
-                assert zlib.crc32(send.buffer) == send.check, "a buffer changed while it was sent"
+                self._wait_for(lambda s=send: s.done)  # type: ignore[misc]
+                assert zlib.crc32(send.buffer.data) == send.check, (
+                    "a buffer changed while it was sent"
+                )
         self.open = [p for p in self.open if not any(p is q for q in pending)]
 
     def _opened(self, pending: _Send | _Receive) -> object:
@@ -206,7 +208,7 @@ class ThreadTransport:
         self._wait_for(lambda: bool(self._world.sends[receive.key]))
         with self._world.changed:
             send = self._world.sends[receive.key].popleft()
-            assert zlib.crc32(send.buffer) == send.check, "a buffer changed while it was sent"
+            assert zlib.crc32(send.buffer.data) == send.check, "it changed while it was sent"
             assert send.buffer.nbytes == receive.buffer.nbytes, "lengths differ"
             receive.buffer[:] = send.buffer
             self.on_received(MessageKind(receive.key[2] >> 12), receive.buffer)

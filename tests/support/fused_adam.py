@@ -86,7 +86,7 @@ class FusedAdam(torch.optim.Optimizer):
         return float(group["step"])
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """AdamW; ``closure`` is not used."""
         for group in self.param_groups:
             if not group["params"]:

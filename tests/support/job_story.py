@@ -47,12 +47,22 @@ class JobStory:
     def lose(self, text: str = "n1 is lost", node: str = "n1") -> None:
         """A node is lost, and training continues behind the newest protected iteration."""
         reached, restored = self.iteration, self.iteration // 4 * 4
-        fields = {"cause": "a node was lost", "node": node, "asked": False}
+        fields: dict[str, Any] = {"cause": "a node was lost", "node": node, "asked": False}
         self.add(0.5, "incarnation_ended", text, **fields, reached=reached, ago=0.5)
-        lost = {"iteration": restored, "source": "parity", "iterations_lost": reached - restored}
-        self.add(1, "restoring", **lost)
+        lost = {
+            "iteration": restored,
+            "source": "parity",
+            "iterations_lost": reached - restored,
+        }
+        self.add(1, "restoring", "", **lost)
         self.iteration = restored
         self.begin()
-        parts = {"detect": 0.5, "kill": 0.2, "decide": 0.8, "rebuild": 1.5, "start": 2.5}
-        self.add(1, "recovered", total=6.5, **parts, iterate=1.0)
+        parts = {
+            "detect": 0.5,
+            "kill": 0.2,
+            "decide": 0.8,
+            "rebuild": 1.5,
+            "start": 2.5,
+        }
+        self.add(1, "recovered", "", total=6.5, **parts, iterate=1.0)
         self.add(reached - restored, "caught_up", iteration=reached, ago=0.0)

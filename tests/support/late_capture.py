@@ -12,7 +12,7 @@ import os
 import pickle
 import random
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -138,9 +138,10 @@ class ArenaManager(SnapshotManager):
         weights: Callable[[Any], Iterable[torch.Tensor]],
     ) -> None:
         self._arenas, self._late, self._of = ArenaClient(place), LateCopier(), weights
-        super().__init__(config, client=self._arenas, copier=self._late, **place)
+        client: Any = self._arenas
+        super().__init__(config, client=client, copier=self._late, **place)
         self._wait_unfenced = self._captures._wait_unfenced
-        self._captures._wait_unfenced = self._let_copy_and_wait
+        self._captures._wait_unfenced = self._let_copy_and_wait  # type: ignore[method-assign]
 
     def load(self, into: Any) -> int:
         if self.offered_iteration >= 0:
@@ -168,7 +169,7 @@ class ArenaManager(SnapshotManager):
         optimizer.register_step_pre_hook(lambda *_: self._let_copy())
         return super().register_fence(optimizer)
 
-    def fence(self) -> AbstractContextManager[None]:
+    def fence(self) -> Any:
         self._let_copy()
         return super().fence()
 

@@ -7,6 +7,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import JOB, NODE
@@ -76,7 +77,7 @@ class AgentSite(Site):
             self.agent(name, rank)
         super().__init__(folder)
 
-    def agent(self, name: str, rank: int = 0, *through: str, **orders: str) -> AgentFront:
+    def agent(self, name: str, rank: int = 0, *through: str, **orders: Any) -> AgentFront:
         """Start the agent of a node, through the words of a remote shell."""
         orders = {"file": str(self.file), **orders}
         self.fronts[name, rank] = AgentFront(AgentOrders(name, rank, **orders), through)

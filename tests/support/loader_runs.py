@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron_ft.trainer import resumable_loader
-from megatron_ft.trainer.loader_position import Clock
+from megatron_ft.trainer.loader_habits import Clock
 from megatron_ft.trainer.mapping import MappingState
 from megatron_ft.trainer.resumable_loader import ResumableLoader
 from megatron_ft.trainer.state import RngState
@@ -50,7 +50,7 @@ class Run:
     def __init__(self, make: Callable[[], Any], script: Script = passes, seed: int = 1) -> None:
         new_process(seed)
         self.loader = ResumableLoader(make())
-        self.state = {"loader": self.loader, "rng": RngState(), "used": list[Any]()}
+        self.state: dict[str, Any] = {"loader": self.loader, "rng": RngState(), "used": list[Any]()}
         self.script, self._data = script, iter(())
         self._began = False
 

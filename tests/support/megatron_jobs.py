@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.cli.chaos.trace import final_lines, read_trace
+from megatron_ft.cli.chaos.trace import final_lines, final_path, read_trace
 from megatron_ft.cli.demo import demo_model
-from megatron_ft.cli.demo.final_state import compare_runs, differences, final_path
+from megatron_ft.cli.demo.final_state import compare_runs, differences
 from megatron_ft.config import SnapshotConfig
 from megatron_ft.core.startup import before_script
 from megatron_ft.supervisor.orders import Timing

@@ -225,7 +225,7 @@ def table(passed: dict[str, bool]) -> str:
     lines = [f"{'':17}" + "".join(f"{' '.join(column):>25}" for column in columns)]
     for parallel, precision in itertools.product(PARALLEL, PRECISION):
         names = ["-".join((parallel, precision, *column)) for column in columns]
-        outcomes = [{True: "ok", False: "FAILED"}.get(passed.get(n), "-") for n in names]
+        outcomes = ["-" if n not in passed else "ok" if passed[n] else "FAILED" for n in names]
         lines.append(f"{parallel:12}{precision:5}" + "".join(f"{o:>25}" for o in outcomes))
     known = {layout.name for layout in matrix()}
     others = [f"{name} {'ok' if ok else 'FAILED'}" for name, ok in passed.items()]

@@ -16,7 +16,7 @@ from traceback import walk_tb
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from megatron_ft.core.process_tools import free_port
 from megatron_ft.trainer import rendezvous

@@ -113,7 +113,7 @@ def check_resume(runs: Runs, layout: Any, crash: bool, *flags: str) -> None:
 
     After a node loss the other nodes load from their own memory, as all do after a crash.
     """
-    whole = runs.train(layout, "whole", *flags, **{SAVE_AT: SNAPSHOT_AT})
+    whole = runs.train(layout, "whole", *flags, **{SAVE_AT: SNAPSHOT_AT})  # type: ignore[arg-type]
     runs.check_whole(layout, whole)
     compared_replicas(runs.folder / "whole" / "arenas")
     sources = {"crash": ArenaFolder.of(runs.folder / "whole" / "arenas")}
@@ -123,7 +123,7 @@ def check_resume(runs: Runs, layout: Any, crash: bool, *flags: str) -> None:
         if not crash:
             del sources["crash"]
     for name, source in sources.items():
-        after = runs.train(layout, name, *flags, **{LOAD_FROM: source.folder})
+        after = runs.train(layout, name, *flags, **{LOAD_FROM: source.folder})  # type: ignore[arg-type]
         assert f"restored iteration {SNAPSHOT_AT} " in after.output(0)
         assert list(runs.lines(name, 0)) == list(range(SNAPSHOT_AT + 1, ITERATIONS + 1))
         runs.require_same(layout, "whole", name, after=SNAPSHOT_AT)
