@@ -197,37 +197,6 @@ def test_an_unsupported_release_stops_only_who_asks_for_snapshots(
 
 # The real Megatron, in a process that torchrun started
 
-_SCRIPT = """
-import multiprocessing, sys
-
-def modules(queue):
-    watching = [type(finder).__name__ for finder in sys.meta_path].count("AfterImport")
-    queue.put((watching, "torch" in sys.modules, "megatron" in sys.modules))
-
-if __name__ == "__main__":
-    assert not {"torch", "megatron", "megatron_ft.megatron"} & set(sys.modules)
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    child = context.Process(target=modules, args=(queue,))
-    child.start()
-    print("child", queue.get(timeout=60))
-    child.join()
-    from megatron.training import pretrain
-    from megatron.training import arguments, checkpointing, training
-    names = ["setup_model_and_optimizer", "train", "checkpoint_and_decide_exit"]
-    found = [getattr(training, name) for name in names] + [arguments.add_megatron_arguments]
-    assert all(hasattr(f, "__wrapped__") and not hasattr(f.__wrapped__, "__wrapped__")
-               for f in found[:3]), "each is wrapped once"
-    own = pretrain.__wrapped__.__globals__
-    assert own is vars(training), "called by name in the module that is wrapped"
-    import megatron_ft.megatron
-    megatron_ft.megatron.install()
-    assert found[:3] == [getattr(training, name) for name in names], "wrapped again"
-    sys.argv += ["--inmem-snapshot", "--inmem-snapshot-interval", "7"]
-    args = arguments.parse_args(ignore_unknown_args=True)
-    print("parsed", args.inmem_snapshot, args.inmem_snapshot_interval)
-"""
-
 
 def start_under_supervision(script: Path, *folders: Path) -> subprocess.CompletedProcess[str]:
     """Run a script with torchrun as a trainer's command would, with these folders first."""
@@ -250,7 +219,7 @@ def test_a_grandchild_of_the_command_is_wrapped_and_its_children_are_not_in_the_
     tmp_path: Path,
 ) -> None:
     script = tmp_path / "pretrain_mine.py"
-    script.write_text(_SCRIPT)
+    shutil.copy(ROOT / "tests/programs/spawning_script.py", script)
     done = start_under_supervision(script)
     assert done.returncode == 0, done.stderr[-4000:]
     assert f"child ({WAITED_FOR}, False, False)" in done.stdout

@@ -31,23 +31,6 @@ from tests.support.erasure_world import ROOT, Here, join
 
 TIMEOUT = 60.0
 RANKS = 3
-PROGRAM = """
-import sys
-from pathlib import Path
-from megatron_ft.erasure.transport import Link, barrier, exchange
-from megatron_ft.erasure.world import join_world
-folder = Path(sys.argv[1])
-world = join_world()
-transport = world.transport()
-link = Link(transport, range(transport.size), None)
-barrier(link)
-(folder / f"up{transport.rank}").touch()
-(folder / "go").open().close()  # a pipe: it opens when the test does
-said = exchange(link, b"I am %d" % transport.rank * 100_000)
-assert said == {n: b"I am %d" % n * 100_000 for n in range(transport.size)}
-(folder / f"well{transport.rank}").touch()
-world.leave()
-"""
 
 
 class World:
@@ -58,7 +41,7 @@ class World:
         folder.chmod(0o700)
         os.mkfifo(folder / "go")
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        argv = [sys.executable, "-c", PROGRAM, str(folder)]
+        argv = [sys.executable, str(ROOT / "tests/programs/meeting_rank.py"), str(folder)]
         placements = [Placement(f"n{i}", argv, env) for i in range(RANKS)]
         launcher = cast(Launcher, cast(Any, self.here))
         self.handle = TcpWorldProcess.start(launcher, placements, folder / "log")

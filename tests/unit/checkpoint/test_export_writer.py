@@ -29,35 +29,6 @@ ITERATION = 10
 FIRST = Holder("first", JOB, "here", 11)
 SECOND = Holder("second", uuid.UUID(int=8), "there", 22)
 
-SUPERVISOR = """
-import subprocess, sys
-from pathlib import Path
-import msgspec
-from megatron_ft.checkpoint.export_drained import Holder, hold
-folder, holder, program, plan = sys.argv[1:]
-with hold(Path(folder), msgspec.json.decode(holder, type=Holder)):
-    subprocess.run([sys.executable, "-c", program, "export", plan], start_new_session=True)
-"""
-
-EXPORTER = """
-import sys
-from megatron_ft.checkpoint.drain import run_step
-from megatron_ft.checkpoint.native import checkpoint_folder, point_tracker
-from megatron_ft.checkpoint import export_drained as drained
-
-class Framework:
-    folder_of, announce = staticmethod(checkpoint_folder), staticmethod(point_tracker)
-
-    @staticmethod
-    def export(shards, folder):
-        print("writes", flush=True)
-        sys.stdin.readline()
-        folder.mkdir()
-
-drained.format_of = drained.writer_of = lambda of: Framework
-sys.exit(run_step({"export": drained.export}, "exporter"))
-"""
-
 
 @pytest.fixture
 def plan(tmp_path: Path) -> DrainPlan:
@@ -74,7 +45,7 @@ def plan(tmp_path: Path) -> DrainPlan:
 def started(*argv: str) -> Iterator[subprocess.Popen[str]]:
     """A Python program; whoever has its ends of the pipes lives no longer than the block."""
     process = subprocess.Popen(
-        [sys.executable, "-c", *argv],
+        [sys.executable, str(ROOT / "tests/programs/slow_exporter.py"), *argv],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -103,7 +74,7 @@ def exports_of(plan: DrainPlan) -> Path:
 
 def test_no_other_job_begins_while_an_exporter_outlives_its_supervisor(plan: DrainPlan) -> None:
     folder, holder = exports_of(plan), msgspec.json.encode(FIRST).decode()
-    with started(SUPERVISOR, str(folder), holder, EXPORTER, plan.to_json()) as supervisor:
+    with started("supervise", str(folder), holder, plan.to_json()) as supervisor:
         assert next_line(supervisor) == "writes"
         supervisor.kill()
         assert supervisor.wait(TIMEOUT) == -signal.SIGKILL
@@ -123,7 +94,7 @@ def test_an_exporter_that_comes_late_leaves_the_folder_to_another_job(plan: Drai
     folder = exports_of(plan)
     with hold(folder, FIRST):
         pass
-    with hold(folder, SECOND), started(EXPORTER, "export", plan.to_json()) as exporter:
+    with hold(folder, SECOND), started("export", plan.to_json()) as exporter:
         said = next_line(exporter)
         assert "job 'second' (process 22 on there) exports there" in said, said
         assert exporter.wait(TIMEOUT) == 1
@@ -139,7 +110,7 @@ def test_where_no_supervisor_holds_the_folder_an_exporter_writes(
     for holder in left:
         with hold(folder, holder):
             pass
-    with started(EXPORTER, "export", plan.to_json()) as exporter:
+    with started("export", plan.to_json()) as exporter:
         assert next_line(exporter) == "writes"
         exporter.communicate("\n", timeout=TIMEOUT)
         assert exporter.returncode == 0
