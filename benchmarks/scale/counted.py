@@ -7,6 +7,7 @@ import sys
 import tempfile
 import uuid
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,8 @@ async def _count(nodes: int, protect: str, host: str, folder: str) -> Count:
     cluster = EquippedCluster(name, job.node_names, warm_path=host)
     try:
         with JobState(job.notes, name) as state:
-            supervisor = Supervisor(job.spec, cluster, state)
+            # Small blocks, for a shard of some kilobytes.
+            supervisor = Supervisor(replace(job.spec, block_bytes=16384), cluster, state)
             supervisor.fleet.link_type = CountingLink
             run = asyncio.create_task(supervisor.run())
             snapshots = await _committed(supervisor, run)

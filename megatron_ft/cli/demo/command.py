@@ -11,6 +11,8 @@ middle of an iteration, later a whole node with its memory is lost, then the tra
 encoder of a node die at once.  Training resumes from memory each time.  Then the same training
 runs again uninterrupted, and losses, weights, optimizer state, random states and the order of
 the data are compared bit by bit.  Needs no GPU.
+
+The job is a `megatron-ft run` command, which is printed; faults come from outside.
 """
 
 from __future__ import annotations

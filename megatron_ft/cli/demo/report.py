@@ -10,6 +10,7 @@ from megatron_ft.cli.common import say
 from megatron_ft.cli.demo.faults import DemoRecovery
 from megatron_ft.cli.demo.settings import DemoSettings
 from megatron_ft.cli.ledger import lines
+from megatron_ft.cli.run import EXIT_UNRECOVERABLE
 from megatron_ft.supervisor.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 _MEBI = 2**20
 _SHOWN_DIFFERENCES = 12
-UNRECOVERABLE = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def _reshaped(settings: DemoSettings, result: Comparison, found: DemoReshape) ->
 def _advice(report: DemoReport) -> str:
     settings = report.settings
     parity = settings.scheme.parity_members
-    if report.exit_code != UNRECOVERABLE or settings.lose <= parity:
+    if report.exit_code != EXIT_UNRECOVERABLE or settings.lose <= parity:
         return ""
     return (
         f"\nThat is the right answer: {settings.protect} survives the loss of {parity} of "

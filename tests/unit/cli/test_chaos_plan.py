@@ -128,9 +128,9 @@ def test_who_is_at_a_point_stands_still_until_the_runner_has_answered(tmp_path: 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("encode.half:encoder:kill", "no case"),
-        ("encode.half:encoder:kill:x", "no case"),
-        ("encode.half:encoder:kill:1:disk", "no case"),
+        ("encode.half:encoder:kill", "not a case"),
+        ("encode.half:encoder:kill:x", "not a case"),
+        ("encode.half:encoder:kill:1:disk", "not a case"),
         ("encode.hal:encoder:kill:1", "no chaos job reaches 'encode.hal'.*--list"),
         ("encode.half:encoders:kill:1", "'encoders'; there are trainer, smp"),
         ("encode.half:node:stop:1", "there are kill, return"),
