@@ -123,7 +123,6 @@ class Drains:
         self._fleet.observers.emit("drain_cost", text)
 
     def report(self) -> dict[str, object]:
-        """Failed drains, for the job's summary."""
         return {"drain_failures": self.failures, "drain_failure": self._last_failure}
 
     def reseat(self, seats: Mapping[str, ShardPlacement]) -> None:

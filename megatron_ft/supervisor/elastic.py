@@ -15,7 +15,7 @@ from megatron_ft.erasure.stripes import Domains, members_of, possible_scheme
 from megatron_ft.supervisor.admission import Inventories
 from megatron_ft.supervisor.job_context import JobContext
 from megatron_ft.supervisor.seats import Seats, choose_active
-from megatron_ft.supervisor.spec import JobSpec, Shapes
+from megatron_ft.supervisor.spec import JobSpec
 
 
 def shrink(job: JobContext, admitted: Inventories) -> bool:
@@ -52,7 +52,7 @@ def nodes_left(
         *(n for n in seats.active if n in usable),
         *(n for n in usable if n not in seats.active),
     ]
-    return _fewer_of(seats.spec, left, len(seats.active), rule)
+    return fewer_nodes(seats.spec, left, len(seats.active), rule)
 
 
 def nodes_without(
@@ -65,7 +65,7 @@ def nodes_without(
     if seats.spec.settings.on_no_spare not in MAY_SHRINK or rule is None:
         return [], []
     left = [node for node in seats.active if node not in leaving]
-    return _fewer_of(seats.spec, left, len(seats.active), rule)
+    return fewer_nodes(seats.spec, left, len(seats.active), rule)
 
 
 def more_nodes(seats: Seats, rule: RankRule | None, there: Iterable[str]) -> list[str]:
@@ -77,40 +77,27 @@ def more_nodes(seats: Seats, rule: RankRule | None, there: Iterable[str]) -> lis
     if spec.settings.grow == "off" or len(active) >= spec.nodes or rule is None:
         return []
     more = [n for n in there if n not in active and n not in seats.leaving]
-    chosen, _ = _fewer_of(spec, [*active, *more], spec.nodes + 1, rule)
+    chosen, _ = fewer_nodes(spec, [*active, *more], spec.nodes + 1, rule)
     return chosen if len(chosen) > len(active) and set(active) <= set(chosen) else []
 
 
-def _fewer_of(
-    spec: JobSpec, left: Sequence[str], before: int, rule: RankRule
-) -> tuple[list[str], list[str]]:
-    per_node, domains = spec.ranks_per_node, spec.domains
-    return fewer_nodes(left, before, per_node, rule, domains, spec.scheme, spec.shapes)
-
-
 def fewer_nodes(
-    left: Sequence[str],
-    before: int,
-    ranks_per_node: int,
-    rule: RankRule,
-    domains: Domains,
-    scheme: Scheme,
-    shapes: Shapes,
+    spec: JobSpec, left: Sequence[str], before: int, rule: RankRule, scheme: Scheme | None = None
 ) -> tuple[list[str], list[str]]:
     """As many of the nodes that are ``left`` as the job can continue with, fewer than ``before``.
 
-    Nodes that come first are preferred.  Each has ``ranks_per_node`` ranks; if ``scheme`` has
-    parity, some stripes over them keep the rule of failure domains.  ``rule`` says nothing of
-    numbers of nodes that ``shapes`` name.  Empty if no number will do; the reasons say why each
-    larger one does not.  Pure.
+    Nodes that come first are preferred.  If the scheme, by default the job's, has parity, some
+    stripes over them keep the rule of failure domains.  ``rule`` says nothing of numbers of nodes
+    that ``--shapes`` names.  Empty if no number will do; the reasons say why each larger one does
+    not.  Pure.
     """
-    reasons: list[str] = []
+    reasons, scheme = list[str](), scheme or spec.scheme
     for count in range(min(len(left), before - 1), 0, -1):
-        chosen = choose_active(left, count, domains, scheme)
-        against = "--shapes forbids it" if shapes.get(count, ()) is None else ""
-        if count not in shapes:
-            against = rule.against(count * ranks_per_node)
-        reason = against or _unprotected(chosen, domains, scheme)
+        chosen = choose_active(left, count, spec.domains, scheme)
+        against = "--shapes forbids it" if spec.shapes.get(count, ()) is None else ""
+        if count not in spec.shapes:
+            against = rule.against(count * spec.ranks_per_node)
+        reason = against or _unprotected(chosen, spec.domains, scheme)
         if not reason:
             return chosen, reasons
         reasons.append(f"{count} nodes: {reason}")

@@ -46,7 +46,6 @@ class Failure:
 
     @property
     def cause(self) -> str:
-        """The kind in words, as events have it."""
         return self.words
 
     def is_like(self, other: Failure) -> bool:
@@ -71,12 +70,10 @@ class TrainerFailed(Failure):
 
     @property
     def cause(self) -> str:
-        """The kind, with the status."""
         killed = f"{self.killed} by signal {-self.status}"
         return killed if self.status < 0 else f"{self.exited} with {self.status}"
 
     def is_like(self, other: Failure) -> bool:
-        """True for a trainer that ended with the same status."""
         return isinstance(other, TrainerFailed) and other.status == self.status
 
 
@@ -159,13 +156,11 @@ class Interrupted(Failure):
 
     @property
     def cause(self) -> str:
-        """The kind, with the error."""
         name = self.error.__name__
         ours = issubclass(self.error, ControlPlaneError)
         return name if ours else f"the coordinator failed with {name}"
 
     def is_like(self, other: Failure) -> bool:
-        """True for an error of the same class."""
         return isinstance(other, Interrupted) and other.error is self.error
 
 

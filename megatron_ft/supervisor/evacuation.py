@@ -130,7 +130,6 @@ class Evacuations:
             job.fleet.evacuations.note_move(node, state="moved", text=f"{node} is evacuated")
 
     def stop(self) -> None:
-        """Begin none any more: the job stops."""
         self.stopping = True
 
     async def until_due(self) -> Asked:

@@ -53,7 +53,6 @@ class EventLog:
         self._torn = self._failed = False
 
     def follow(self, fleet: Fleet) -> None:
-        """Record the events of a job from now on."""
         self._incarnation = lambda: fleet.incarnation
         fleet.observers.subscribe(self.record)
 
@@ -84,7 +83,6 @@ class EventLog:
 
 
 def line_of(event: JobEvent, job: str, incarnation: int) -> bytes:
-    """The line of an event that has happened just now."""
     line = {
         "time": round(time.time(), 3),
         "at": round(event.monotonic, 4),

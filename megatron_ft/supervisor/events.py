@@ -278,7 +278,6 @@ class Observers:
         self._observers: list[Observer] = []
 
     def subscribe(self, observer: Observer) -> None:
-        """Have ``observer`` get every event from now on."""
         self._observers.append(observer)
 
     def emit(self, what: str | EventFacts, text: str, **fields: Any) -> None:

@@ -243,7 +243,6 @@ class EvidenceKeeper:
 
 
 def _versions() -> dict[str, str]:
-    """Versions of this Python, the kernel and of ourselves."""
     found = {"python": platform.python_version(), "linux": platform.release()}
     with suppress(metadata.PackageNotFoundError):
         found["megatron-ft"] = metadata.version("megatron-ft")

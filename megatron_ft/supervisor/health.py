@@ -131,7 +131,6 @@ class Health:
         self._failures: tuple[Failure, ...] = ()
 
     def failed(self, failure: Failure) -> None:
-        """Note a failure of the job."""
         self._failures = (*self._failures, failure)[-2:]
 
     async def vote(self) -> dict[str, Vote]:

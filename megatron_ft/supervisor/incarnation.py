@@ -182,7 +182,6 @@ class Incarnation:
         return await choose_slots(self.job.fleet, self.job.spec, stripes, places, spares)
 
     def _encodes(self) -> bool:
-        """True if snapshots of this incarnation get parity."""
         return bool(self.job.members.seats.scheme.parity_members)
 
     def _narrow_world(self) -> None:

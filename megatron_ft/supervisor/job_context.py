@@ -46,24 +46,19 @@ class JobContext:
 
     @property
     def fleet(self) -> Fleet:
-        """The job's SMPs."""
         return self.pump.fleet
 
     @property
     def standing(self) -> Standing:
-        """What survives which failure."""
         return self.pump.standing
 
     @property
     def encoders(self) -> ExpectedWorld:
-        """The encoders that are up."""
         return self.pump.encoders
 
     @property
     def observers(self) -> Observers:
-        """The observers of the job's events."""
         return self.fleet.observers
 
     def emit(self, what: str | EventFacts, text: str, **fields: Any) -> None:
-        """Pass an event on."""
         self.observers.emit(what, text, **fields)

@@ -89,11 +89,9 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nodes: int = 0
 
     def __repr__(self) -> str:
-        """All but the secret."""
         return f"JobRecord(name={self.name!r}, job={self.job}, smps={self.smps})"
 
     def __rich_repr__(self) -> Any:
-        """The same for rich, which would list the fields."""
         yield "name", self.name
 
 
@@ -137,7 +135,6 @@ class JobState:
 
     @property
     def record(self) -> JobRecord:
-        """The newest value written."""
         return self._record
 
     def update(self, **changes: Any) -> JobRecord:
@@ -192,17 +189,14 @@ class JobState:
         self.close()
 
     def close(self) -> None:
-        """Give back the lock; the file stays."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def __enter__(self) -> JobState:
-        """The state itself."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close it."""
         self.close()
 
     def _create(self, name: str) -> JobRecord:

@@ -83,7 +83,6 @@ class Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Its length."""
         return self.stop - self.start
 
 
@@ -163,7 +162,6 @@ def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def ledger(events: Sequence[LoggedEvent]) -> Ledger:
-    """The ledger of a job's events, in the order in which they were recorded."""
     writer = _Writer()
     for at, event in timeline(events):
         writer.take(at, event)

@@ -79,7 +79,6 @@ class Membership:
 
     @property
     def active(self) -> list[str]:
-        """The nodes that train, by position."""
         return list(self.seats.active)
 
     def take(self, seats: Seats) -> None:
@@ -234,7 +233,6 @@ class Membership:
         return True
 
     def source_homes(self) -> dict[str, str]:
-        """As ``places``, for the older layout."""
         return homes_of(self._state.record.source_seats, self.active)
 
     def returned(self) -> None:

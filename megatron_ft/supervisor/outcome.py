@@ -35,7 +35,6 @@ class Outcome(Enum):
 
     @property
     def frees(self) -> bool:
-        """True if nothing stays in memory."""
         return self in (Outcome.FINISHED, Outcome.DRAINED)
 
 
@@ -82,7 +81,6 @@ class JobEnding:
         job.fleet.listen(self._note)
 
     def begin_incarnation(self) -> None:
-        """Forget the words of earlier ranks."""
         self._said.clear()
 
     def _note(self, event: m.NodeEvent) -> None:

@@ -119,7 +119,6 @@ class SmpFleet:
         self._handles: dict[str, ProcessHandle] = {}
 
     def alive(self, node: str) -> bool:
-        """True if the node's SMP is known to run."""
         return node in self._handles and self._handles[node].alive()
 
     async def ensure(self, node: str) -> str:
@@ -164,7 +163,6 @@ class SmpFleet:
         return await first_end(work, until_one_ends())
 
     def forget(self, node: str) -> None:
-        """The node is lost, and its SMP with it."""
         self._handles.pop(node, None)
 
     async def _start_when_allowed(self, node: str) -> str:
@@ -266,7 +264,6 @@ class TrainerFleet:
         self._hosts = TrainerHosts(launcher, spec.command, spec.log_dir)
 
     def on_event(self, event: m.NodeEvent) -> None:
-        """Note the ranks that can restart in their process."""
         if isinstance(event.body, m.Restartable):
             self._restartable.add(event.body.rank)
 
@@ -336,7 +333,6 @@ class TrainerFleet:
 
     @property
     def _ranks_each(self) -> int:
-        """The ranks that one process of ours stands for."""
         return self._spec.ranks_per_node if self._spec.trainer_per_node else 1
 
     def name_of(self, rank: int) -> str:
@@ -346,7 +342,6 @@ class TrainerFleet:
         return f"rank {first}" if first == last else f"ranks {first}-{last}"
 
     def log_of(self, rank: int) -> Path:
-        """File that a rank's output goes to."""
         return self._spec.log_dir / f"{self.name_of(rank).replace(' ', '')}.log"
 
     def pids(self) -> list[int]:
@@ -383,7 +378,6 @@ class TrainerFleet:
         return {i * self._ranks_each: handle.node for i, handle in enumerate(self._handles)}
 
     def end_hosts(self) -> None:
-        """No trainer will be started any more."""
         self._hosts.end()
 
     def in_place(self, active: Sequence[str], kept: Collection[int]) -> set[int]:

@@ -55,7 +55,6 @@ class QuarantinePolicy:
 
     @property
     def quarantine(self) -> Quarantine:
-        """The quarantine as it stands in the job's notes."""
         return self._state.record.quarantine
 
     def admitted(self) -> None:
@@ -139,7 +138,6 @@ class QuarantinePolicy:
             standing.damage.lose(corrupt, standing.restoring)
 
     async def until_rewind(self) -> Asked:
-        """Wait until the user asks for a rewind, and carry it out."""
         await self._rewind_asked.wait()
         return Asked(self.rewind())
 

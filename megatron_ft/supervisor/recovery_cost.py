@@ -63,7 +63,6 @@ class Alternative(NamedTuple):
 
 
 def alternatives(figures: Figures) -> list[Alternative]:
-    """Every way, in the order of WAYS."""
     return [Alternative(w, expected(figures, w), figures.why_not(w)) for w in WAYS]
 
 

@@ -52,7 +52,6 @@ class Registration:
     refused: MegatronFTError | None = field(init=False, default=None)
 
     def on_event(self, event: m.NodeEvent) -> None:
-        """Record a registration event."""
         if isinstance(event.body, m.Hello):
             self.hellos[event.body.shard_id] = (event.node, event.body)
         elif isinstance(event.body, m.Prepare):
@@ -90,12 +89,10 @@ class Registration:
             raise self.unfit.error
 
     def missing_ranks(self) -> list[int]:
-        """Ranks that have not brought a layout."""
         there = {self.hellos[s][1].rank for s in self.layouts if s in self.hellos}
         return sorted(set(range(self.world_size)) - there)
 
     def places(self) -> dict[str, str]:
-        """Shard to node."""
         return {shard_id: node for shard_id, (node, _) in self.hellos.items()}
 
     def starts(self) -> dict[str, list[int]]:

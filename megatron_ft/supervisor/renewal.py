@@ -72,7 +72,6 @@ class ArenaRenewal:
         self.stripes, self.slot_counts = stripes, slot_counts
 
     def on_event(self, event: m.NodeEvent) -> None:
-        """Note what ranks ask for, and which have gone into their new arenas."""
         body = event.body
         if isinstance(body, m.Outgrown):
             known = self._wanted.get(body.shard_id, 0)

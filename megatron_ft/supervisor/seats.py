@@ -76,7 +76,6 @@ class Seats:
         return [node for node in there if node not in used]
 
     def lost(self, there: Iterable[str]) -> list[str]:
-        """Nodes that train and must be replaced, if these are all that are there."""
         usable = self.usable(there)
         return [node for node in self.active if node not in usable]
 
@@ -115,7 +114,6 @@ class Seats:
         return replace(self, active=active, leaving=self.leaving - {*active})
 
     def train_on(self, nodes: Sequence[str]) -> Seats:
-        """These nodes train, and the others are spares."""
         return replace(self, active=tuple(nodes))
 
     def evacuate(self, node: str) -> Seats:
@@ -126,7 +124,6 @@ class Seats:
         return replace(self.exclude(node), moving=frozenset({node}))
 
     def take_back(self, node: str) -> Seats:
-        """``node`` may train again."""
         last_resort, leaving = self.last_resort - {node}, self.leaving - {node}
         return replace(self, leaving=leaving, last_resort=last_resort, moving=frozenset())
 

@@ -85,12 +85,10 @@ class JobSpec:
 
     @cached_property
     def scheme(self) -> Scheme:
-        """The redundancy over nodes."""
         return Scheme.parse(self.settings.protect)
 
     @cached_property
     def timing(self) -> Timing:
-        """The waits of the control plane."""
         lease = self.settings.lease_seconds
         return self.own_timing or Timing(lease=lease, node_timeout=1.5 * lease)
 

@@ -424,7 +424,6 @@ class Stop:
         self._asked = 0.0
 
     def at_once(self) -> None:
-        """End now; snapshots stay in memory."""
         self._run.cancel()
 
     def after_drain(self) -> None:

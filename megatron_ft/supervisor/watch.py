@@ -262,7 +262,6 @@ class Frame(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        """The frame in a form for people."""
         return f"{self.function} ({self.file}:{self.line})"
 
 
@@ -290,7 +289,6 @@ def waits_for_others(frames: Sequence[Frame]) -> bool | None:
 
 
 def loads_data(frames: Sequence[Frame]) -> bool:
-    """True if the thread is in a data loader."""
     return any(part in frame.file for frame in frames for part in _LOADER_FILES)
 
 
@@ -350,7 +348,6 @@ class Witness:
 
     @property
     def function(self) -> str:
-        """The function that its main thread is in, empty if not known."""
         return "" if self.place is None else self.place.function
 
 

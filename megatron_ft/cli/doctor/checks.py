@@ -100,9 +100,7 @@ def continuations(job: AskedJob, rule: RankRule) -> tuple[list[tuple[int, Scheme
     nodes, spec, wanted = job.active, job.spec, job.scheme
     found, skipped = dict[tuple[int, Scheme], None](), dict[int, str]()
     for left in range(len(nodes) - 1, 0, -1):
-        chosen, reasons = fewer_nodes(
-            nodes[:left], len(nodes), spec.ranks_per_node, rule, spec.domains, wanted, spec.shapes
-        )
+        chosen, reasons = fewer_nodes(spec, nodes[:left], len(nodes), rule, wanted)
         for count, reason in zip(range(left, 0, -1), reasons, strict=False):
             skipped.setdefault(count, reason)
         if chosen:

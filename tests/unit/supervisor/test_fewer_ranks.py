@@ -81,7 +81,8 @@ def test_the_most_nodes_that_will_do_are_found(
     shapes: Shapes,
 ) -> None:
     nodes, domains = NODES[:left], dict(zip(NODES, racks, strict=True))
-    chosen, reasons = fewer_nodes(nodes, before, per_node, rule, domains, scheme, shapes)
+    spec = asked(ranks_per_node=per_node, domains=domains, shapes=shapes)
+    chosen, reasons = fewer_nodes(spec, nodes, before, rule, scheme)
     counts = range(len(chosen) + 1, min(left, before - 1) + 1)
     assert not chosen or possible(chosen, per_node, rule, domains, scheme, shapes)
     assert len(set(chosen)) == len(chosen) < before and set(chosen) <= set(nodes)
@@ -93,15 +94,20 @@ def test_the_most_nodes_that_will_do_are_found(
     assert [reason.split(" ")[0] for reason in reasons] == [str(n) for n in reversed(counts)]
 
 
+def asked(**given: Any) -> JobSpec:
+    settings = SnapshotConfig(protect="none")
+    return JobSpec(name="job", command=("true",), nodes=7, settings=settings, **given)
+
+
 def test_shapes_go_before_the_rule() -> None:
     """Four ranks hold one copy of the model: without other arguments three nodes will not do."""
-    rule, given = RankRule(4, 4, 8), ({}, NO_PARITY)
+    rule = RankRule(4, 4, 8)
     for shapes, count, said in (
         ({}, 0, "3 ranks are not a multiple of 4"),
         ({3: ("--flag",)}, 3, ""),
         ({3: None, 2: ()}, 2, "3 nodes: --shapes forbids it"),
     ):
-        chosen, reasons = fewer_nodes(NODES[:3], 4, 1, rule, *given, shapes)
+        chosen, reasons = fewer_nodes(asked(shapes=shapes), NODES[:3], 4, rule)
         assert len(chosen) == count and said in " ".join(reasons), (shapes, reasons)
 
 
