@@ -1,6 +1,6 @@
 """Judges a failure: which rank stopped first, and in which way.  Pure.
 
-Ranks that die of a connection to a rank that is gone are no cause, however early their end is
+Ranks that die of a connection to a rank that is gone are not the cause, however early their end is
 known.  What evidence does not tell is "unknown".
 """
 

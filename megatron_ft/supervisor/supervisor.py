@@ -130,55 +130,64 @@ class Supervisor:
         Raises UnrecoverableError, NoSpareError or RestartBudgetError when the job cannot go
         on; SMPs and arenas then stay, so that the same command can be run again.
         """
-        shape = {
-            "nodes": self.spec.nodes,
-            "spares": self.spec.spares,
-            "ranks": self.members.seats.ranks,
-        }
-        text = ", ".join(f"{count} {name}" for name, count in shape.items())
-        self.observers.emit(SUPERVISING, f"{self.spec.name}: {text}", pid=os.getpid(), **shape)
-        self.spec.log_dir.mkdir(parents=True, exist_ok=True)
-        await self._number_above_restore_from()
-        if self.spec.scheme.parity_members:
-            starter = self.world.encoders.starter
-            while (problem := await asyncio.to_thread(self._check_encoders)) is not None:
-                await self._await_scheduler(problem)
-            if starter.over_tcp:
-                self.observers.emit("transport", starter.describe())
-        if self.spec.warm_start and (why := self.trainers.why_cold):
-            self.observers.emit("cold_start", f"trainers import anew at each start: {why}")
-        saved = await self._quarantine.newest_saved()
-        self._budget = replace(self._budget, highest_saved=saved)
+        await self._prepare()
         status = asyncio.create_task(self._write_status())
         end: Outcome | None = None
         try:
-            while not isinstance(one := await self._run_incarnation(), Finished):
-                if self.evacuations.stopping:
-                    # Trainers get the same SIGTERM; the last drain needs none, and cancels this.
-                    await asyncio.get_running_loop().create_future()
-                await self.drains.abandon()
-                await self._after(one)
-            judged = self.ending.judge()
-            if judged is not Outcome.FINISHED and self.evacuations.stopping:
-                # Trainers got the same SIGTERM, see above.
-                await asyncio.get_running_loop().create_future()
-            end = await self.ending.carry_out(judged)
+            end = await self._train()
             return end
         except RestartBudgetError:
             await self._emergency.without_trainers()
             raise
         finally:
             status.cancel()
+            await self._leave(end)
+
+    async def _prepare(self) -> None:
+        """Check what every incarnation needs, before anything is started."""
+        spec, emit = self.spec, self.observers.emit
+        shape = {"nodes": spec.nodes, "spares": spec.spares, "ranks": self.members.seats.ranks}
+        text = ", ".join(f"{count} {name}" for name, count in shape.items())
+        emit(SUPERVISING, f"{spec.name}: {text}", pid=os.getpid(), **shape)
+        spec.log_dir.mkdir(parents=True, exist_ok=True)
+        await self._number_above_restore_from()
+        if spec.scheme.parity_members:
+            starter = self.world.encoders.starter
+            while (problem := await asyncio.to_thread(self._check_encoders)) is not None:
+                await self._await_scheduler(problem)
+            if starter.over_tcp:
+                emit("transport", starter.describe())
+        if spec.warm_start and (why := self.trainers.why_cold):
+            emit("cold_start", f"trainers import anew at each start: {why}")
+        saved = await self._quarantine.newest_saved()
+        self._budget = replace(self._budget, highest_saved=saved)
+
+    async def _train(self) -> Outcome:
+        """One incarnation after the other, until all ranks have exited with 0."""
+        while not isinstance(end := await self._run_incarnation(), Finished):
+            if self.evacuations.stopping:
+                # Trainers get the same SIGTERM; the last drain needs none, and cancels this.
+                await asyncio.get_running_loop().create_future()
             await self.drains.abandon()
-            self.world.drop_prepared()
-            self.world.stop()
-            await self.trainers.kill_all()
-            self.trainers.end_hosts()
-            retired = end is not None and end.frees
-            if not (retired or end is Outcome.UNKNOWN or self.state.record.committed):
-                await self.ending.leave_nothing()
-            await self._put_status(self._status(ended=True), LAST_WRITE_SECONDS)
-            await self.fleet.close(release=not retired)
+            await self._after(end)
+        judged = self.ending.judge()
+        if judged is not Outcome.FINISHED and self.evacuations.stopping:
+            # Trainers got the same SIGTERM, see above.
+            await asyncio.get_running_loop().create_future()
+        return await self.ending.carry_out(judged)
+
+    async def _leave(self, end: Outcome | None) -> None:
+        """End all processes but SMPs that keep something."""
+        await self.drains.abandon()
+        self.world.drop_prepared()
+        self.world.stop()
+        await self.trainers.kill_all()
+        self.trainers.end_hosts()
+        retired = end is not None and end.frees
+        if not (retired or end is Outcome.UNKNOWN or self.state.record.committed):
+            await self.ending.leave_nothing()
+        await self._put_status(self._status(ended=True), LAST_WRITE_SECONDS)
+        await self.fleet.close(release=not retired)
 
     def _check_encoders(self) -> str | None:
         """Try an encoder world; the problem if the scheduler does not start one now."""

@@ -24,7 +24,7 @@ def why_cold(command: Sequence[str], trainer_per_node: bool = False) -> str:
         return f"{Path(command[0]).name} starts the ranks of a node itself"
     _, words = trainer_host.split(list(command))
     if not Path(command[0]).name.startswith("python"):
-        return f"{command[0]} is no Python"
+        return f"{command[0]} is not a Python interpreter"
     if not words or (words[0].startswith("-") and words[0] != "-m"):
         return f"{command[0]} {' '.join(words[:1])} runs no script or module"
     if words[0] == "-m" and len(words) < 2:

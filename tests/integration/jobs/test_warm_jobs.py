@@ -114,4 +114,4 @@ def test_a_command_that_cannot_be_forked_starts_cold_and_says_so_once(
     job.run()
     assert not difference(job.result(), two), job.story()
     (said,) = [event.text for event in job.events if event.kind == "cold_start"]
-    assert said == "trainers import anew at each start: /usr/bin/env is no Python"
+    assert said == "trainers import anew at each start: /usr/bin/env is not a Python interpreter"

@@ -279,7 +279,7 @@ def test_a_host_that_does_not_answer_is_given_up(
     [
         (["python3", "train.py"], ""),
         (["/opt/bin/python3.11", "-u", "-O", "-m", "train"], ""),
-        (["bash", "train.sh"], "bash is no Python"),
+        (["bash", "train.sh"], "bash is not a Python interpreter"),
         (["python", "-c", "pass"], "runs no script or module"),
         (["python", "-I", "train.py"], "runs no script or module"),
         (["python"], "runs no script or module"),
