@@ -2,7 +2,7 @@
 
   megatron-ft evacuate NODE --job NAME
 
-The next iteration boundary is captured, and training stands until a spare has the node's place.
+The next iteration boundary is captured, and training waits until a spare has the node's place.
 Without a spare a job with --on-no-spare shrink continues with fewer nodes.
 Afterwards the node is not a spare, until `megatron-ft evacuate NODE --undo`.  Run it on any node of
 the job.
