@@ -43,6 +43,7 @@ from megatron_ft.checkpoint.source import open_newest
 from megatron_ft.core.errors import UNREADABLE, ConfigError, ExportError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, SnapshotId, on_lineage
+from megatron_ft.core.private_files import try_lock
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +201,7 @@ def held_by_other(folder: Path, job: uuid.UUID | None) -> str:
             lock = os.open(folder / LOCK, _OPEN)
             held.callback(os.close, lock)
             # For a moment a job that begins could take this process for another job.
-            if _try(lock, fcntl.LOCK_EX):
+            if try_lock(lock, fcntl.LOCK_EX):
                 return ""
             other = _signature(lock)
         except OSError:
@@ -209,14 +210,14 @@ def held_by_other(folder: Path, job: uuid.UUID | None) -> str:
 
 
 def _take(lock: int, folder: Path, holder: Holder) -> None:
-    alone = _try(lock, fcntl.LOCK_EX)
+    alone = try_lock(lock, fcntl.LOCK_EX)
     if alone:
         os.ftruncate(lock, 0)
         os.pwrite(lock, msgspec.json.encode(holder), 0)
         # A network file system may show it to others when it is closed, and not before.
         os.fsync(lock)
     # Between the two kinds of lock another job may get it.
-    shared, other = _try(lock, fcntl.LOCK_SH), _signature(lock)
+    shared, other = try_lock(lock, fcntl.LOCK_SH), _signature(lock)
     # Who looks whether the folder is free has the lock alone for a moment, and signs nothing.
     ours = other is not None and other.job == holder.job
     if not (shared if alone else ours):
@@ -225,14 +226,6 @@ def _take(lock: int, folder: Path, holder: Holder) -> None:
             "one of them another folder, or wait until the other has ended; if that was lost with "
             f"its machine, remove {folder / LOCK}"
         )
-
-
-def _try(lock: int, kind: int) -> bool:
-    try:
-        fcntl.flock(lock, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _signature(lock: int) -> Holder | None:

@@ -8,7 +8,6 @@ left alone.  Removed snapshots cannot be restored from any more.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import shutil
 import sys
@@ -197,9 +196,7 @@ def locked(folder: JobFolder) -> Iterator[bool]:
             if descriptor is None:
                 continue
             held.callback(os.close, descriptor)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not private_files.try_lock(descriptor):
                 yield False
                 return
         yield True

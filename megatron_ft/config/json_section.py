@@ -17,7 +17,6 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_ft.config import SETTINGS, Source, nearest, refuse
-from megatron_ft.config.setting import Setting
 from megatron_ft.core.errors import ConfigError
 
 SECTION = "inmem_snapshot"
@@ -120,7 +119,10 @@ def _problems(section: Mapping[str, Any], where: str) -> list[str]:
         if value is not None and (not right or isinstance(value, bool)):
             found.append(f"{where}.{name} is {_shown(value)}; give {setting.allowed}")
         elif value is not None:
-            found += _refusal(setting, value, f"{where}.{name}")
+            try:
+                setting.parse(value, f"{where}.{name}")
+            except ConfigError as error:
+                found.append(str(error))
     return found
 
 
@@ -132,14 +134,6 @@ def _client_state_problems(value: Any, where: str) -> list[str]:
         for name, counter in value.items()
         if counter not in (*COUNTERS, CONSTANT)
     ]
-
-
-def _refusal(setting: Setting, value: Any, label: str) -> list[str]:
-    try:
-        setting.parse(value, label)
-    except ConfigError as error:
-        return [str(error)]
-    return []
 
 
 def _shown(value: Any) -> str:

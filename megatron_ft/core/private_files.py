@@ -9,6 +9,7 @@ the package but its errors.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Callable
@@ -218,6 +219,20 @@ def _reserve(path: Path, length: int) -> None:
         os.posix_fallocate(descriptor, 0, length)
     finally:
         os.close(descriptor)
+
+
+def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file (flock(2)); False if another lock is in the way, OSError without locks."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_at(descriptor: int, path: Path) -> bool:
+    """False if the file was removed, or made anew, after it was opened."""
+    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
 
 
 def make_folder(folder: Path, forbidden: int = OTHERS, *, close: bool = False) -> None:

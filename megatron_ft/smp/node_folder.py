@@ -8,7 +8,6 @@ be killed at any moment.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import select
@@ -69,13 +68,13 @@ def lock_folder(directory: Path, job: str, *, send_away: bool = True) -> BinaryI
         lock = os.fdopen(
             private_files.open_file(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT), "r+b", 0
         )
-        if not _take(lock):
+        if not private_files.try_lock(lock.fileno()):
             if not send_away:
                 lock.close()
                 raise ControlPlaneError(f"a newer SMP owns {directory}: this one ends")
             _send_away(directory, lock, job, deadline)
             lock.close()
-        elif is_at(lock, directory):
+        elif private_files.is_at(lock.fileno(), directory / LOCK_NAME):
             signature = msgspec.json.encode(Owner(job, os.getpid(), start_time_of(os.getpid())))
             # In place, so that a full tmpfs keeps nobody from taking the lock over.
             lock.seek(0)
@@ -85,20 +84,6 @@ def lock_folder(directory: Path, job: str, *, send_away: bool = True) -> BinaryI
             # `megatron-ft clean` has removed the file between our open and our lock.
             lock.close()
             private_files.make_folder(directory)
-
-
-def _take(lock: BinaryIO) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def is_at(lock: BinaryIO, directory: Path) -> bool:
-    """True if the lock that is held is the file that others find in the folder."""
-    path = directory / LOCK_NAME
-    return path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())
 
 
 def _send_away(directory: Path, lock: BinaryIO, job: str, deadline: float) -> None:
@@ -159,7 +144,8 @@ class NodeFolder:
         self._lock = lock_folder(directory, self._job, send_away=send_away)
 
     def in_place(self) -> bool:
-        return self._lock is not None and is_at(self._lock, self.directory)
+        lock, path = self._lock, self.directory / LOCK_NAME
+        return lock is not None and private_files.is_at(lock.fileno(), path)
 
     def close(self) -> None:
         if self._lock is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_ft.arena.format import SlotHeader, SlotState
 from megatron_ft.core.errors import PinnedError, TransitionRefusedError
@@ -87,6 +87,10 @@ class ShardSlots:
     def put(self, index: int, header: SlotHeader) -> None:
         self.slots[index] = header
         self.changes.append((index, header))
+
+    def change(self, index: int, **changes: Any) -> None:
+        """Change these fields of a slot's header."""
+        self.put(index, replace(self.slots[index], **changes))
 
     def free(self, index: int) -> None:
         self.put(index, EMPTY_SLOT)
@@ -211,7 +215,7 @@ class ShardSlots:
         if ending(self.slots[index]):
             self.free(index)
             return False
-        self.put(index, replace(self.slots[index], state=SlotState.SEALED, record=record))
+        self.change(index, state=SlotState.SEALED, record=record)
         return True
 
     def capture_ended(self, snapshot: SnapshotId | None = None) -> list[SnapshotId]:
@@ -262,16 +266,8 @@ class ShardSlots:
         if ending(self.slots[index]):
             # Its iteration is gone from the header: protected, it could be committed without one.
             raise TransitionRefusedError(f"{self.shard_id}: {snapshot} was given up")
-        self.put(
-            index,
-            replace(
-                self.slots[index],
-                state=SlotState.PROTECTED,
-                parity_valid=True,
-                parity_root=parity_root,
-                stripe_table=table,
-            ),
-        )
+        known = {"parity_root": parity_root, "stripe_table": table}
+        self.change(index, state=SlotState.PROTECTED, parity_valid=True, **known)
 
     def encoder_gone(self) -> list[SnapshotId]:
         """No encoder can write any more: ENCODING falls back to SEALED, a rebuild target to FREE.
@@ -301,7 +297,7 @@ class ShardSlots:
             raise TransitionRefusedError(f"{self.shard_id} has no parity for {snapshot}")
         if slot.state == SlotState.COMMITTED and slot.local_only <= local_only:
             return
-        self.put(index, replace(slot, state=SlotState.COMMITTED, local_only=local_only))
+        self.change(index, state=SlotState.COMMITTED, local_only=local_only)
 
     def abort(self, snapshot: SnapshotId, *, trainer_alive: bool, encoder_alive: bool) -> bool:
         """Give a snapshot up.  Returns whether its slot is free already.
@@ -318,19 +314,14 @@ class ShardSlots:
         if state == SlotState.COMMITTED or self.slots[index].local_only:
             raise TransitionRefusedError(f"{self.shard_id}: {snapshot} is committed already")
         if still_written(state, trainer_alive, encoder_alive):
-            self.put(index, replace(self.slots[index], iteration=EMPTY_SLOT.iteration))
+            self.change(index, iteration=EMPTY_SLOT.iteration)
             return False
         self.free(index)
         return True
 
     def _without_parity(self, index: int, state: SlotState) -> SlotHeader:
-        return replace(
-            self.slots[index],
-            state=state,
-            parity_valid=False,
-            parity_root=NO_ROOT,
-            stripe_table=(),
-        )
+        known = self.slots[index]
+        return replace(known, state=state, parity_valid=False, parity_root=NO_ROOT, stripe_table=())
 
     def _free_all(self, state: SlotState, only: SnapshotId | None = None) -> list[SnapshotId]:
         """Free the slots in a state, or only that of one snapshot; the snapshots they held."""
@@ -364,26 +355,16 @@ class ShardSlots:
         index = self.expect(record.snapshot, SlotState.REBUILDING)
         if ending(self.slots[index]):
             raise TransitionRefusedError(f"{self.shard_id}: {record.snapshot} was given up")
-        self.put(
-            index,
-            SlotHeader(
-                state=SlotState.PROTECTED,
-                snapshot=record.snapshot,
-                iteration=record.iteration,
-                local_only=False,
-                record=record,
-                parity_valid=True,
-                parity_root=parity_root,
-                stripe_table=table,
-            ),
-        )
+        known = {"parity_root": parity_root, "stripe_table": table, "record": record}
+        at = record.iteration
+        self.change(index, state=SlotState.PROTECTED, iteration=at, parity_valid=True, **known)
 
     def loaded(self, record: SealedRecord) -> None:
         """A shard from disk matches its digests: REBUILDING to SEALED, without parity."""
         index = self.expect(record.snapshot, SlotState.REBUILDING)
         if ending(self.slots[index]) or self.slots[index].iteration != record.iteration:
             raise TransitionRefusedError(f"{self.shard_id} does not wait for {record.snapshot}")
-        self.put(index, replace(self.slots[index], state=SlotState.SEALED, record=record))
+        self.change(index, state=SlotState.SEALED, record=record)
 
     def forget(self, unwanted: Callable[[SnapshotId], bool]) -> None:
         """Free every slot whose snapshot is ``unwanted``; its writers must be dead."""

@@ -162,7 +162,7 @@ class JobState:
     def _require_folder(self) -> None:
         """Have the folder and our lock in it; notes of another job there stay as they are."""
         assert self._lock is not None, "the state was closed"
-        if _is_same_file(self._lock, self.folder / _LOCK):
+        if private_files.is_at(self._lock, self.folder / _LOCK):
             return
         make_notes_folder(self.folder)
         lock = _take_lock(self.folder, self._record.name)
@@ -291,7 +291,7 @@ def _take_lock(folder: Path, name: str) -> int:
     try:
         lock = private_files.open_file(folder / _LOCK, os.O_RDWR | os.O_CREAT)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _is_same_file(lock, folder / _LOCK):
+        if not private_files.is_at(lock, folder / _LOCK):
             raise ControlPlaneError(f"job {name!r} was being removed just now; start again")
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
@@ -322,14 +322,6 @@ def is_supervised(job: str, state_dir: Path | None) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not private_files.try_lock(lock, fcntl.LOCK_SH)
     finally:
         os.close(lock)
-    return False
-
-
-def _is_same_file(descriptor: int, path: Path) -> bool:
-    """False if the file was removed, or made anew, after it was opened."""
-    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())

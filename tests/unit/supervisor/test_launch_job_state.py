@@ -197,7 +197,7 @@ def test_a_lock_is_given_back_if_its_file_cannot_be_looked_at(
     def gone(lock: int, path: Path) -> bool:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(job_state, "_is_same_file", gone)
+    monkeypatch.setattr(job_state.private_files, "is_at", gone)
     with pytest.raises((OSError, ControlPlaneError)):
         JobState(tmp_path / "llm", "llm")
     monkeypatch.undo()
