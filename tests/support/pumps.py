@@ -33,5 +33,5 @@ def pump(
 
 def answer(node: str, **said: Any) -> m.LeaseAnswer:
     """The answer of a node to a heartbeat."""
-    usual = {"paused": False, "progress": {}, "encoder_world": "", "clock": 1.0}
+    usual: dict[str, Any] = {"paused": False, "progress": {}, "encoder_world": "", "clock": 1.0}
     return m.LeaseAnswer(node, **usual | said)

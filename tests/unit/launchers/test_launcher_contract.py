@@ -196,7 +196,10 @@ def test_a_process_that_is_killed_as_it_starts_does_not_run(site: Site, start: S
     handle = start("sleep", "61")
     handle.kill()
     assert status(handle) != 0
-    assert not [pid for pid in procfs.own_processes() if site.is_of(pid, "n1")]
+    until(
+        lambda: not [pid for pid in procfs.own_processes() if site.is_of(pid, "n1")],
+        "end of what it started",
+    )
 
 
 def test_the_next_supervisor_takes_a_process_over(site: Site, log: Path) -> None:
