@@ -32,8 +32,8 @@ from megatron_ft.supervisor.spec import JobSpec
 from megatron_ft.supervisor.supervisor import Stop, Supervisor
 from tests.programs import placed_trainer, warm_trainer
 from tests.programs.faulty_example import GATE
-from tests.support.networked_cluster import HOST, NetworkedCluster
-from tests.support.node_network import NodeNetwork
+from tests.support.networked_cluster import NetworkedCluster
+from tests.support.node_network import HOST, NodeNetwork
 from tests.support.warm_host import WarmHost, is_client, python_words, warm
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_ft.core import procfs
 from megatron_ft.core.environment import NODE
@@ -24,30 +24,9 @@ from megatron_ft.launchers.mpirun import MpiKind, MpiLauncher
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.virtual import VirtualCluster
 from megatron_ft.launchers.world import Spread, WorldProcess
-
-HOST = "host"
-"""The place of a process that is on no node."""
+from tests.support.node_network import HOST, NodeNetwork
 
 _LOOK_SECONDS = 0.05
-
-
-class Network(Protocol):
-    """Network of a VirtualCluster whose nodes have addresses of their own."""
-
-    def address(self, place: str) -> str:
-        """IPv4 address of a node or of HOST."""
-
-    def interface(self, place: str) -> str:
-        """Name of the network device with this address."""
-
-    def namespace_path(self, place: str) -> str:
-        """A file that stands for the place's network namespace."""
-
-    def entered(self, place: str, argv: Sequence[str]) -> list[str]:
-        """The command that runs ``argv`` at a place, as the process that is started."""
-
-    def connected(self, one: str, other: str) -> bool:
-        """Whether packets pass between two places, both ways."""
 
 
 class RemoteProcess(LocalProcess):
@@ -97,7 +76,7 @@ class RemoteProcess(LocalProcess):
             super().kill()
 
 
-def _write_agent(path: Path, network: Network, nodes: Sequence[str]) -> None:
+def _write_agent(path: Path, network: NodeNetwork, nodes: Sequence[str]) -> None:
     """A program that mpirun uses as it would ``ssh``: start a command on the node of an address.
 
     Each node gets a host name of its own, by which MPI tells machines apart.
@@ -113,7 +92,9 @@ def _write_agent(path: Path, network: Network, nodes: Sequence[str]) -> None:
     path.chmod(0o700)
 
 
-def spread_over(network: Network, nodes: Sequence[str], mpi: MpiLauncher, scratch: Path) -> Spread:
+def spread_over(
+    network: NodeNetwork, nodes: Sequence[str], mpi: MpiLauncher, scratch: Path
+) -> Spread:
     """A world with a rank on each of ``nodes``.
 
     ``scratch`` is an empty folder for the world.  NoMpiError for any but Open MPI.
@@ -131,7 +112,7 @@ def spread_over(network: Network, nodes: Sequence[str], mpi: MpiLauncher, scratc
     )
 
 
-def _mpi_settings(network: Network, agent: Path) -> Mapping[str, str]:
+def _mpi_settings(network: NodeNetwork, agent: Path) -> Mapping[str, str]:
     """Names are those of Open MPI 5 (``prte_info --all``, ``ompi_info --all``)."""
     subnet = network.address(HOST).rpartition(".")[0] + ".0/24"
     return {
@@ -161,10 +142,10 @@ class NetworkedCluster(VirtualCluster):
     decides what a cut parts it from; its process must have been started there.
     """
 
-    network: Network | None = None
+    network: NodeNetwork | None = None
     _place = HOST
 
-    def use_network(self, network: Network | None, place: str = HOST) -> None:
+    def use_network(self, network: NodeNetwork | None, place: str = HOST) -> None:
         """Have processes that start from now on be in this network; before any is started."""
         self.network, self._place = network, place
         if network is not None:

@@ -24,9 +24,11 @@ from pathlib import Path
 
 from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
 from tests.support import namespaces as ns
-from tests.support.networked_cluster import HOST
 
 unavailable = ns.missing
+
+HOST = "host"
+"""The place of a process that is on no node."""
 
 INTERFACE = "eth0"
 """A node's device in its namespace."""

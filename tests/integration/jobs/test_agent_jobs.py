@@ -18,9 +18,8 @@ from megatron_ft.core.process_tools import free_port
 from tests.programs.faulty_example import GATE
 from tests.support.agent_jobs import AgentJob
 from tests.support.jobs import FAULTY, TORCHRUN, Result, difference
-from tests.support.networked_cluster import HOST
 from tests.support.networks import needs_network
-from tests.support.node_network import NodeNetwork
+from tests.support.node_network import HOST, NodeNetwork
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 ITERATIONS = 24

@@ -20,9 +20,8 @@ from megatron_ft.core.environment import JOB, TREE
 from tests.support import containers
 from tests.support.agent_jobs import AgentJob
 from tests.support.jobs import Uninterrupted, difference
-from tests.support.networked_cluster import HOST
 from tests.support.networks import needs_network
-from tests.support.node_network import NodeNetwork
+from tests.support.node_network import HOST, NodeNetwork
 
 ITERATIONS = 24
 REAPER = "sleep 900 & wait"

@@ -14,9 +14,8 @@ from megatron_ft.supervisor.orders import Timing
 from tests.support.fates import Deaths, in_incarnation, of_node, when
 from tests.support.jobs import Fault, Job, Result, difference
 from tests.support.namespaces import enter_namespace
-from tests.support.networked_cluster import HOST
 from tests.support.networks import needs_network
-from tests.support.node_network import NodeNetwork
+from tests.support.node_network import HOST, NodeNetwork
 
 pytestmark = [
     needs_network,

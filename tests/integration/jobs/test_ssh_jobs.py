@@ -15,9 +15,8 @@ import pytest
 from tests.support import ssh_nodes
 from tests.support.agent_jobs import AgentJob
 from tests.support.jobs import ROOT, Uninterrupted, difference
-from tests.support.networked_cluster import HOST
 from tests.support.networks import needs_network
-from tests.support.node_network import NodeNetwork
+from tests.support.node_network import HOST, NodeNetwork
 
 ITERATIONS = 24
 MISSING = ssh_nodes.missing()

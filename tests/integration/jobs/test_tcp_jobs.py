@@ -10,8 +10,8 @@ import pytest
 from megatron_ft.supervisor.orders import Timing
 from tests.support.fates import of_node
 from tests.support.jobs import Job, Result, difference
-from tests.support.networked_cluster import HOST
 from tests.support.networks import needs_network
+from tests.support.node_network import HOST
 
 pytestmark = pytest.mark.usefixtures("warm_trainers")
 

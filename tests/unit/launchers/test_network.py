@@ -17,9 +17,9 @@ import pytest
 from megatron_ft.core.errors import ConfigError, MissingEnvironmentError
 from megatron_ft.launchers.launcher import UNKNOWN_EXIT
 from tests.support import namespaces
-from tests.support.networked_cluster import HOST, RemoteProcess
+from tests.support.networked_cluster import RemoteProcess
 from tests.support.networks import arrives, can_connect, connection, needs_network, seconds_for
-from tests.support.node_network import NodeNetwork, remove_leftovers
+from tests.support.node_network import HOST, NodeNetwork, remove_leftovers
 
 NODES = ["n0", "n1", "n2"]
 
