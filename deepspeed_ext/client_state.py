@@ -161,7 +161,7 @@ class ClientState:
         if self._follows:
             return ""
         return (
-            "nothing says that the script follows the engine's step. If its loop and its data "
+            "it is unknown whether the script follows the engine's step. If its loop and its data "
             f'follow from engine.global_steps, add "{FOLLOWS_ENGINE}": true to the '
             f"inmem_snapshot section; else {_WITH_FUNCTION}"
         )
@@ -229,8 +229,8 @@ class RestoredClientState(dict[str, Any]):
 def _remedy(names: list[str]) -> str:
     example = ", ".join(f'"{name}": "global_steps"' for name in names[:3])
     return (
-        f"nothing says what {', '.join(map(repr, names))} of client_state would be at another "
-        f'step. Add "client_state": {{{example}}} to the inmem_snapshot section, with the counter '
+        f"the value of {', '.join(map(repr, names))} in client_state at another step is unknown. "
+        f'Add "client_state": {{{example}}} to the inmem_snapshot section, with the counter '
         f"that each follows ({', '.join(COUNTERS)}, or {CONSTANT}), or call "
         "deepspeed_ext.set_client_state(engine, function)"
     )

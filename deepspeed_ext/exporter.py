@@ -163,7 +163,7 @@ def client_entries(objects: Mapping[str, Any], declared: Mapping[str, str]) -> T
     """The ``client_state`` that the script would have saved at the snapshot's step.
 
     ``declared`` says which entries follow which of DeepSpeed's counters.  ExportError if it
-    was given at another step and holds an entry of which nothing says what it is now.
+    was given at another step and holds an entry whose value at this one is unknown.
     """
     state = objects.get(client_state.NAME)
     if not state:
@@ -174,9 +174,9 @@ def client_entries(objects: Mapping[str, Any], declared: Mapping[str, str]) -> T
         if unknown:
             raise ExportError(
                 f"the script gave its client_state at step {state['given_at']}, the snapshot is "
-                f"of step {state['step']}, and nothing says what {', '.join(map(repr, unknown))} "
-                'is then: declare it under "client_state" in the inmem_snapshot section, or call '
-                "deepspeed_ext.set_client_state"
+                f"of step {state['step']}, and the value of {', '.join(map(repr, unknown))} at "
+                'that step is unknown: declare it under "client_state" in the inmem_snapshot '
+                "section, or call deepspeed_ext.set_client_state"
             )
         counters = objects["training"]["counters"]
         followed = {n: c for n, c in declared.items() if n in entries and c in counters}

@@ -109,7 +109,7 @@ def _objection(trainer: Any, found: Mapping[str, Any] | None = None) -> str:
     generators = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     own = getattr(trainer.data_collator, "__dict__", {})
     if own.get("mlm") or any(isinstance(one, generators) for one in own.values()):
-        return f"{type(trainer.data_collator).__name__} makes batches by chance"
+        return f"{type(trainer.data_collator).__name__} makes random batches"
     return ""
 
 

@@ -187,7 +187,7 @@ class FrameworkState(ABC):
         """LayoutMismatchError naming captured tensors that cannot come from another layout."""
         unknown = sorted(live_tensors(self).keys() - self._described().places.keys())
         if unknown:
-            reason = self._described().problem or "each rank's is its own"
+            reason = self._described().problem or "each rank has its own"
             raise LayoutMismatchError(
                 f"{len(unknown)} tensors have no known place in the unsharded model, {unknown[0]} "
                 f"first ({reason}), so the snapshot cannot be taken into another layout: start "

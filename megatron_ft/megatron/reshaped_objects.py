@@ -233,9 +233,9 @@ def _data_position(own: Objects, place: ShardPlace, old: Sequence[Origin]) -> An
             # Some tensor and pipeline ranks read nothing.
             return next(filter(None, positions), [])
     raise LayoutMismatchError(
-        "the external data loader (--dataloader-type external) of each data-parallel rank says "
-        "where it stands, and there are other ranks now: keep the number of data-parallel ranks, "
-        "or use a loader of Megatron's, whose position is the number of samples"
+        "each data-parallel rank has a position of its external data loader (--dataloader-type "
+        "external), and there are other ranks now: keep the number of data-parallel ranks, or use "
+        "a loader of Megatron's, whose position is the number of samples"
     )
 
 

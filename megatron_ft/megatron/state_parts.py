@@ -182,8 +182,8 @@ def _methods(loader: Any) -> tuple[Any, Any]:
             return getattr(loader, save), getattr(loader, load)
     pairs = ", or ".join(f"{save}() and {load}(state)" for save, load in _METHODS)
     raise ConfigError(
-        f"the external data loader {type(loader).__module__}.{type(loader).__qualname__} cannot "
-        f"say where it stands, so a restored run would not read on where it was interrupted: "
+        f"the external data loader {type(loader).__module__}.{type(loader).__qualname__} has "
+        f"no methods that give its position, so a restored run would read other data: "
         f"give it {pairs}, or train without --inmem-snapshot"
     )
 

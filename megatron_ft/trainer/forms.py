@@ -34,8 +34,8 @@ def check_forms(state: Mapping[str, Any], values: Mapping[str, Any]) -> None:
 
 def _form_error(name: str, kind: str) -> ConfigError:
     return ConfigError(
-        f"state[{name!r}] is what state_dict() of {kind} gave, and a load would not reach "
-        f"{kind.partition(' ')[2]} with it: give the {kind.partition(' ')[2]} itself"
+        f"state[{name!r}] is a state_dict() of {kind}, and a load would not change the "
+        f"{kind.partition(' ')[2]} itself: give that instead"
     )
 
 

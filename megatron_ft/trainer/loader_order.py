@@ -155,7 +155,7 @@ class OwnState:
         """The reason why a pass cannot be repeated, '' if none is known."""
         for path, one in self._generators.items():
             if isinstance(one, random.SystemRandom):
-                return f"{path} draws from the operating system, which draws nothing twice"
+                return f"{path} draws from the operating system, whose numbers cannot be repeated"
         for path, value in self._newest.items():
             if isinstance(value, _Long) and value != self._initial.get(path):
                 return (

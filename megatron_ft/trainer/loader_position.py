@@ -216,8 +216,8 @@ class LoaderPosition:
         resized = " (batches of {} then, of {} now)".format(*size) if size[0] != size[1] else ""
         raise LayoutMismatchError(
             f"{self._name()}: the first {place['consumed']} batches of its pass are others than "
-            f"before the restart{resized}. Have the same data set and sampler as then; an order "
-            "by chance has to come from generators or counters that are attributes of them"
+            f"before the restart{resized}. Have the same data set and sampler as then; a "
+            "random order has to come from generators or counters that are attributes of them"
         )
 
     def _ways(self, place: dict[str, Any]) -> list[Callable[[], Pass | None]]:

@@ -86,7 +86,7 @@ class ProcessState:
         if left:
             more = f" and {len(left) - MOST_NAMES} others" if len(left) > MOST_NAMES else ""
             named = ", ".join(left[:MOST_NAMES])
-            raise ProcessChangedError(f"training has changed {named}{more} for good")
+            raise ProcessChangedError(f"training has changed {named}{more}, which cannot be undone")
 
     def _changed(self) -> list[tuple[ProcessSetting, Any]]:
         """Settings that are not as they were, with the values that they had."""

@@ -382,11 +382,11 @@ def test_a_script_that_promises_nothing_starts_from_disk(
     unsaved_incarnation: tuple[Script, Incarnation], tmp_path: Path
 ) -> None:
     said = unsaved_incarnation[1].outcome.output(0)
-    assert said.count("warning: a restart of this job will use no snapshot: nothing says") == 1
+    assert said.count("warning: a restart of this job will use no snapshot: it is unknown") == 1
     incarnation = go_on(unsaved_incarnation, tmp_path, ON)
     assert [seen["begins_at"] for seen in incarnation.seen] == [2, 2]
     said = incarnation.outcome.output(0)
-    assert "starting from disk: nothing says that the script follows the engine's step" in said
+    assert "starting from disk: it is unknown whether the script follows the engine's step" in said
     assert 'add "follows_engine": true' in said
 
 
@@ -415,7 +415,7 @@ def test_a_script_that_neither_loads_nor_promises_is_refused(
     incarnation = go_on(unsaved_incarnation, tmp_path / "anew", section, **told)
     assert sorted(incarnation.losses[0]) == ["1", "2"] and "error" not in incarnation.seen[0]
     said = incarnation.outcome.output(0)
-    assert "warning: starting from scratch, not from the snapshot of step 4: nothing says" in said
+    assert "warning: starting from scratch, not from the snapshot of step 4: it is unknown" in said
 
 
 def test_a_tag_in_another_folder_is_another_checkpoint(

@@ -27,7 +27,7 @@ from tests.support.jobs import (
     difference,
 )
 
-REASON = "nothing says that the script follows"
+REASON = "it is unknown whether the script follows"
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
 ITERATIONS = 110

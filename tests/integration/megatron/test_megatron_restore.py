@@ -253,7 +253,7 @@ def test_another_model_of_the_same_shapes_is_refused_as_megatron_does(
     ("layout", "reason"),
     [
         (program("unknown-adam"), "keeps 'curvature'"),
-        (program("opaque-loader", EXTERNAL), "cannot say where it stands"),
+        (program("opaque-loader", EXTERNAL), "has no methods that give its position"),
     ],
     ids=lambda value: value.name if isinstance(value, Layout) else "",
 )

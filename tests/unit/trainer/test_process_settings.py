@@ -43,7 +43,7 @@ def test_it_is_as_before(outcomes: dict[str, str], name: str) -> None:
 
 @pytest.mark.parametrize("name", FOR_GOOD)
 def test_what_cannot_be_put_back_is_named(outcomes: dict[str, str], name: str) -> None:
-    assert outcomes[name] == "training has changed the session for good"
+    assert outcomes[name] == "training has changed the session, which cannot be undone"
 
 
 def test_a_setting_that_cannot_be_read_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_only_what_stays_different_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(teardown, "settings", lambda: table)
     state = ProcessState()
     values.update(dict.fromkeys(values, 2))
-    with pytest.raises(ProcessChangedError, match="changed stuck, refused for good"):
+    with pytest.raises(ProcessChangedError, match="changed stuck, refused, which cannot be undone"):
         state.restore()
 
 
@@ -97,7 +97,7 @@ def test_the_job_hears_why_a_process_cannot_train_again(
         heard.append(m.decode(smp.recv_multipart()[1]))
 
     def fail(state: object) -> None:
-        raise ProcessChangedError("training has changed nice for good")
+        raise ProcessChangedError("training has changed nice, which cannot be undone")
 
     monkeypatch.setattr(resilient, "tear_down", fail)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as smp:
@@ -112,4 +112,6 @@ def test_the_job_hears_why_a_process_cannot_train_again(
         thread.join(20.0)
     (released,) = heard
     assert isinstance(released, m.Released)
-    assert released.unfit == "ProcessChangedError: training has changed nice for good"
+    assert (
+        released.unfit == "ProcessChangedError: training has changed nice, which cannot be undone"
+    )
