@@ -1,6 +1,6 @@
 """A rank that trains with DeepSpeed many times in one process, and prints what it computes.
 
-Run by tests/unit/trainer/test_reentry.py: ``train`` with a cell of the tests' matrix as JSON.
+Run by tests/unit/trainer/test_teardown.py: ``train`` with a cell of the tests' matrix as JSON.
 """
 
 from __future__ import annotations

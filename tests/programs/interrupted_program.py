@@ -1,6 +1,6 @@
 """Two ranks whose training functions stand still in many ways, and are interrupted there.
 
-Run by tests/unit/trainer/test_interrupt.py: ``main`` with the number of rounds and some ways.
+Run by tests/unit/trainer/test_resilient.py: ``main`` with the number of rounds and some ways.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A rank that enters Megatron's ``pretrain`` many times in one process.
 
-Run by tests/unit/trainer/test_reentry.py: ``train`` takes Megatron's flags.
+Run by tests/unit/trainer/test_teardown.py: ``train`` takes Megatron's flags.
 """
 
 from __future__ import annotations

@@ -1,8 +1,13 @@
-"""The documentation names only tests and files that exist."""
+"""The documentation names what exists, is plain English, and its site builds."""
 
 from __future__ import annotations
 
+import ast
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -73,3 +78,104 @@ def test_a_name_that_no_test_has_is_found() -> None:
     tests = {"test_a.py": {"test_it_works"}}
     page = '`test_a.py`, "it works"; `test_a.py`, "it fails"; `test_b.py`; `test_it_worked[x]`'
     assert absent(page, tests) == ["test_b.py", "test_it_worked", "test_a.py, 'it fails'"]
+
+
+DOCS = ROOT / "docs"
+
+LONGEST_SENTENCE = 35
+"""Words; we aim at 25."""
+
+BANNED = re.compile(
+    r"\b(goes? on from|(?:is|are|was|were) told(?! apart)|sa(?:id|ys) so|a life|whoever)\b"
+    r"|^(?:What|Who|Whatever) [^?]*[.]$",
+    re.IGNORECASE,
+)
+"""Riddles, and sentences whose subject is a clause."""
+
+
+def sentences(page: str) -> Iterator[str]:
+    """The sentences of a page, without code, tables, headings and the targets of links."""
+    page = re.sub(r"^ *```.*?^ *```|<!--.*?-->", "", page, flags=re.DOTALL | re.MULTILINE)
+    page = re.sub(r"\]\([^)]*\)", "]", page)
+    lines = [line for line in page.splitlines() if not re.match(r"\s*(?:[|#]|:::|--8<--)", line)]
+    # An item of a list is a sentence, and so is the line that leads to the list.
+    text = "\n".join(re.sub(r"^\s*(?:[-*]|\d+\.) ", "\n\n", line) for line in lines)
+    for paragraph in re.split(r"\n\s*\n|:\n", text):
+        yield from re.split(r"(?<=[.!?;:])\s+(?=\S)", " ".join(paragraph.split()))
+
+
+def unclear(page: str) -> list[str]:
+    """The sentences of a page that are too long or have a banned phrase."""
+    return [
+        one
+        for one in sentences(page)
+        if len(one.split()) > LONGEST_SENTENCE or BANNED.search(one.strip("*_ "))
+    ]
+
+
+def test_pages_are_plain_english() -> None:
+    found = {
+        path.relative_to(DOCS).as_posix(): bad
+        for path in sorted(DOCS.rglob("*.md"))
+        if (bad := unclear(path.read_text()))
+    }
+    assert found == {}
+
+
+def test_unclear_sentences_are_found() -> None:
+    page = "A short one. What it holds is lost.\n\n- It is told what to do.\n\n" + "word " * 36
+    assert len(unclear(page)) == 3
+    assert unclear("| What it is | told |\n\n```\nWhat is it.\n```\n\nWhat is it?") == []
+
+
+def texts(source: str) -> Iterator[str]:
+    """The texts of a program; a text with values is cut where a value stands."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            parts = (v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_messages_of_the_runbook_are_in_the_code() -> None:
+    files = [*(ROOT / "megatron_ft").rglob("*.py"), *(ROOT / "deepspeed_ext").rglob("*.py")]
+    known = "\n".join(text for path in files for text in texts(path.read_text()))
+    page = (DOCS / "how-to" / "runbook.md").read_text()
+    cells = re.findall(r"^\| (.*?) \|", page, re.MULTILINE)
+    quoted = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
+    pieces = [piece.strip() for text in quoted for piece in text.split("...")]
+    assert len(pieces) > 80
+    assert [piece for piece in pieces if piece not in known] == []
+
+
+README = ROOT / "README.md"
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """Pages that are not in the navigation, links and anchors that lead nowhere are warnings."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "index.html").exists()
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site name them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    links = re.findall(r"\]\((?!http)([^)#\s]*)(?:#([\w-]+))?\)", README.read_text())
+    assert links
+    for path, anchor in links:
+        target = ROOT / path if path else README
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from megatron_ft.arena import limits
 from megatron_ft.arena.format import Geometry
 from megatron_ft.arena.limits import MemoryReading, memory_shortfall
 from megatron_ft.core.errors import ArenaMemoryError
+from tests.support.captures import FakeSmp
 
 # Made-up limits are in MiB, so that the real file system below them always has room.
 MIB, GIB = 1 << 20, 1 << 30
@@ -132,3 +136,25 @@ def test_the_real_machine_has_room_for_a_page(tmp_path: Path) -> None:
     assert len(found) >= 2, "neither /proc/meminfo nor a cgroup was read"
     assert all(reading.available_bytes < 1 << 60 for reading in found)
     limits.check_memory(tmp_path, 4096, "a page")
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def replace(path: Path) -> None:
+    copy = path.with_name("copy")
+    shutil.copy(path, copy)
+    copy.rename(path)
+
+
+@pytest.mark.parametrize("change", [Path.unlink, cut, replace])
+def test_an_arena_that_was_removed_cut_or_replaced_is_not_in_place(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    smp = FakeSmp(tmp_path)
+    path = Path(smp.prepare(10_000, 1).arena)
+    assert smp.arena is not None and smp.arena.in_place()
+    change(path)
+    assert not smp.arena.in_place()
+    smp.arena.close()

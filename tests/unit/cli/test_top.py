@@ -13,10 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatron_ft.cli.main import main as cli
+from megatron_ft.cli.status import _scrub_line
 from megatron_ft.cli.top import View, screen
+from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.job_state import STATUS
 from tests.support.jobs import ROOT
 
@@ -137,3 +140,22 @@ def test_keys_at_a_real_terminal(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         os.close(ours)
+
+
+def node(passes: int, *shards: str) -> dict[str, Any]:
+    scrub = msgspec.structs.asdict(m.ScrubCounts(passes=passes, bytes_read=passes << 30))
+    return {"scrub": scrub, "shards": dict.fromkeys(shards, {})}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "least"),
+    [
+        ({"n0": node(4, "a"), "n1": node(3, "b"), "spare": node(0)}, 3),
+        ({"n0": node(4, "a"), "n1": node(0, "b")}, 0),
+        ({"spare": node(0)}, 0),
+        ({"gone": {}}, 0),
+    ],
+)
+def test_a_spare_has_nothing_to_scrub(nodes: dict[str, dict[str, Any]], least: int) -> None:
+    line = _scrub_line({"nodes": nodes, "summary": {}})
+    assert line.startswith(f"scrub: {least} passes"), line

@@ -11,12 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.exporter import FileTensors
+from deepspeed_ext.attachment import check_unique, mpu_rank
+from deepspeed_ext.exporter import FileTensors, client_entries, fill
 from deepspeed_ext.logical_map import MASTER, WEIGHT, fragments
-from deepspeed_ext.optimizers.view import OwnedMaster, Weight
+from deepspeed_ext.optimizers.view import OwnedMaster, Weight, group_names
 from megatron_ft.checkpoint.export import TensorRecipe
 from megatron_ft.checkpoint.source import ShardBytes
-from megatron_ft.core.errors import ExportError
+from megatron_ft.core.errors import ConfigError, ExportError
 from megatron_ft.core.shard import LogicalPlace, Piece, TensorSpec, plan_layout
 
 
@@ -127,3 +128,84 @@ def test_what_a_rank_captured_itself_keeps_its_type_and_wish_for_gradients() -> 
         captured.make("dp0", wanted._replace(name="other"))
     placeholder = captured.make("dp0", TensorRecipe("", "bfloat16", (0,), 0, (1,)))
     assert placeholder.shape == (0,) and placeholder.dtype == torch.bfloat16
+
+
+DECLARED = {"step": "global_steps", "name": "constant"}
+
+
+def objects(entries: dict[str, Any], given_at: int | None, step: int) -> dict[str, Any]:
+    return {
+        "training": {"counters": {"global_steps": step, "global_samples": 9, "skipped_steps": 0}},
+        "client_state": {"entries": entries, "given_at": given_at, "step": step},
+    }
+
+
+def test_a_client_state_of_the_same_step_is_exported_as_it_is() -> None:
+    assert client_entries(objects({"epoch": 2, "step": 7}, 7, 7), {}) == {"epoch": 2, "step": 7}
+
+
+def test_an_older_one_follows_what_is_declared() -> None:
+    found = client_entries(objects({"step": 5, "name": "run"}, 5, 7), DECLARED)
+    assert found == {"step": 7, "name": "run"}
+
+
+def test_an_older_one_with_an_unknown_entry_is_refused() -> None:
+    with pytest.raises(ExportError, match="gave its client_state at step 5.*'epoch'"):
+        client_entries(objects({"step": 5, "epoch": 1}, 5, 7), DECLARED)
+
+
+def test_none_was_ever_given() -> None:
+    assert client_entries(objects({}, None, 7), DECLARED) == {}
+    assert client_entries({}, {}) == {}
+
+
+def test_numbers_are_set_by_their_order_if_there_are_any() -> None:
+    tree = {"optimizer": {"state": {0: {"step": 9}, 1: {"step": 9}}, "param_groups": []}}
+    captured: dict[str, Any] = {"optimizer": {}, "groups": [{}], "numbers": {}}
+    fill(tree, captured)
+    assert tree["optimizer"]["state"] == {0: {"step": 9}, 1: {"step": 9}}
+    fill(tree, captured | {"numbers": {"optimizer/a": {"step": 3}, "optimizer/b": {}}})
+    assert tree["optimizer"]["state"] == {0: {"step": 3}, 1: {"step": 9}}
+
+
+def test_a_form_with_other_states_than_the_snapshot_is_refused() -> None:
+    tree = {"optimizer": {"state": {0: {}, 1: {}}, "param_groups": []}}
+    captured = {"optimizer": {}, "groups": [{}], "numbers": {"optimizer/0": {}}}
+    with pytest.raises(ExportError, match="2 optimizer states were recorded, 1 captured"):
+        fill(tree, captured)
+
+
+class OldMpu:
+    """Has one name for both kinds of model parallelism."""
+
+    def get_model_parallel_rank(self) -> int:
+        return 3
+
+
+class MegatronMpu(OldMpu):
+    """Tells tensor ranks from those of the whole model."""
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return 1
+
+
+NAMES = ("get_tensor_model_parallel_rank", "get_model_parallel_rank")
+
+
+@pytest.mark.parametrize(("mpu", "rank"), [(None, 0), (OldMpu(), 3), (MegatronMpu(), 1)])
+def test_the_most_precise_method_counts(mpu: object, rank: int) -> None:
+    assert mpu_rank(mpu, NAMES) == rank
+
+
+def test_two_ranks_of_one_place_are_refused() -> None:
+    check_unique(["pp0-tp0-dp0-ep0", "pp0-tp0-dp1-ep0"])
+    with pytest.raises(ConfigError, match="ranks 1 and 2 are both pp0-tp0-dp1-ep0"):
+        check_unique(["pp0-tp0-dp0-ep0", "pp0-tp0-dp1-ep0", "pp0-tp0-dp1-ep0"])
+
+
+def test_groups_of_experts_keep_their_names_in_any_order() -> None:
+    dense = [{"name": "decaying"}, {}]
+    sparse = [{"name": name, "moe": True} for name in ("ep_size_2", "ep_size_4", "ep_size_2")]
+    assert group_names(dense + sparse) == ["0", "1", "ep_size_2.0", "ep_size_4.0", "ep_size_2.1"]
+    turned = [sparse[1], sparse[0], sparse[2]]
+    assert group_names(dense + turned) == ["0", "1", "ep_size_4.0", "ep_size_2.0", "ep_size_2.1"]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
+from megatron_ft.core.errors import ExportError
 from megatron_ft.core.shard import Piece, TensorSpec, plan_layout
 from megatron_ft.erasure.reshape_plan import Box, fill, windows
-from megatron_ft.megatron.logical_map import buffer_places, step_places
+from megatron_ft.megatron.logical_map import RankTensors, _Finder, buffer_places, step_places
 from megatron_ft.megatron.optimizer import Master
+from megatron_ft.megatron.save_form import SaveForm
 
 LAYERS = 8
 
@@ -103,3 +106,9 @@ def test_a_step_without_leading_indices_has_no_dimensions() -> None:
     places = places_of((piece("embedding.weight", (), ()),), step=torch.zeros(()))
     (found,) = places["optimizer0.w.step"].pieces
     assert (found.global_shape, found.global_offset, found.shape) == ((), (), ())
+
+
+def test_a_tensor_joined_from_padded_buckets_is_named() -> None:
+    finder = _Finder(SaveForm({}, {}), RankTensors({}, {}, (), {}), {})
+    with pytest.raises(ExportError, match=r"optimizer\.exp_avg .*fully-reshardable"):
+        finder.find("optimizer.exp_avg", torch.empty(3, device="meta"))

@@ -1,16 +1,19 @@
-"""The rules that keep a snapshot alive, asked directly."""
+"""The rules that keep a snapshot alive, the table of headers, and changes of a recovery."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.arena.format import SlotHeader, SlotState
+from megatron_ft.core.errors import TransitionRefusedError
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.smp.slot_rules import (
+    EMPTY_SLOT,
     ENCODERS_BACK_SECONDS,
     MOST_SKIPPED,
     capturing,
@@ -21,12 +24,20 @@ from megatron_ft.smp.slot_rules import (
     still_written,
     without_lost,
 )
+from megatron_ft.smp.slots import ShardSlots
+from tests.protocol.model.memory import record_of
 from tests.support.slot_samples import (
     CAPTURING,
     COMMITTED,
     ENCODING,
     FREE,
     REBUILDING,
+    ROOT,
+    SEALED,
+    SHARD,
+    TABLE,
+    THREE,
+    TWO,
     header,
     headers,
 )
@@ -128,3 +139,93 @@ def test_a_lost_snapshot_makes_room_before_what_is_whole(
 
 def newest_of(snapshots: list[SnapshotId | None]) -> SnapshotId:
     return max(s for s in snapshots if s is not None)
+
+
+def table(*headers: SlotHeader) -> ShardSlots:
+    return ShardSlots(SHARD, list(headers))
+
+
+@pytest.mark.parametrize("state", SlotState, ids=lambda state: state.name)
+def test_what_came_from_disk_is_sealed_only_where_it_was_waited_for(state: SlotState) -> None:
+    slots = table(header(state))
+    if state == REBUILDING:
+        slots.loaded(record_of(TWO, SHARD, 20))
+        assert slots.slots == [header(SEALED)]
+    else:
+        with pytest.raises(TransitionRefusedError, match=SHARD):
+            slots.loaded(record_of(TWO, SHARD, 20))
+        assert slots.changes == []
+
+
+def test_another_iteration_from_disk_is_refused() -> None:
+    slots = table(header(REBUILDING))
+    with pytest.raises(TransitionRefusedError, match="does not wait for"):
+        slots.loaded(record_of(TWO, SHARD, 21))
+    assert slots.changes == []
+
+
+def test_a_target_that_was_given_up_never_counts() -> None:
+    """The encoder may have written its last byte before it heard of the end."""
+    slots = table(header(REBUILDING, ending=True))
+    with pytest.raises(TransitionRefusedError, match="given up"):
+        slots.rebuilt(TABLE[0], ROOT, TABLE)
+    for iteration in (-1, 20):
+        with pytest.raises(TransitionRefusedError, match="does not wait for"):
+            slots.loaded(record_of(TWO, SHARD, iteration))
+    assert slots.changes == []
+
+
+def test_a_rebuilt_shard_is_as_it_was_but_for_the_commit() -> None:
+    slots = table(header(FREE))
+    slots.begin_rebuild(TWO, 20)
+    assert slots.slots == [header(REBUILDING)]
+    slots.rebuilt(TABLE[0], ROOT, TABLE)
+    assert slots.slots == [header(SlotState.PROTECTED)]
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 1), st.none() | headers), max_size=10)
+
+
+@given(st.lists(headers, min_size=2, max_size=2), STEPS, st.integers(0, 10))
+@settings(max_examples=300, derandomize=True, deadline=None)
+def test_changes_stored_in_their_order_give_the_table(
+    before: list[SlotHeader], steps: list[tuple[int, SlotHeader | None]], taken_after: int
+) -> None:
+    """Wherever they are taken in between."""
+    table, stored, changes = ShardSlots(SHARD, before), list(before), []
+    for number, (index, changed) in enumerate(steps):
+        if number == taken_after:
+            changes += table.take_changes()
+        if changed is None:
+            table.free(index)
+            assert table.slots[index] == EMPTY_SLOT
+        else:
+            table.put(index, changed)
+    changes += table.take_changes()
+    for index, changed in changes:
+        stored[index] = changed
+    assert stored == table.slots and len(changes) == len(steps)
+    assert table.take_changes() == []
+
+
+def test_it_does_not_change_the_list_that_it_was_made_of() -> None:
+    before = [header(SEALED)]
+    ShardSlots(SHARD, before).free(0)
+    assert before == [header(SEALED)]
+
+
+@pytest.mark.parametrize("state", SlotState, ids=lambda state: state.name)
+def test_a_snapshot_is_found_by_its_name_in_every_state(state: SlotState) -> None:
+    table = ShardSlots(SHARD, [EMPTY_SLOT, header(state)])
+    found = None if state == SlotState.FREE else 1
+    assert table.find(TWO) == found and table.find(THREE) is None
+    if found is not None:
+        assert table.expect(TWO, state) == found
+
+
+def test_what_is_not_as_expected_is_told_with_shard_and_state() -> None:
+    table = ShardSlots(SHARD, [header(SEALED)])
+    with pytest.raises(TransitionRefusedError, match="dp0 has no slot with snapshot 1.3"):
+        table.expect(THREE, SEALED)
+    with pytest.raises(TransitionRefusedError, match="dp0 slot 0 .* is SEALED, not COMMITTED"):
+        table.expect(TWO, COMMITTED)

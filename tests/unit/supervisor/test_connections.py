@@ -1,4 +1,4 @@
-"""Fleet, SmpLink: connections to SMPs that are given up, lose words, or answer late."""
+"""Fleet, SmpLink: connections that are given up, lose words, answer late; silence and sleep."""
 
 from __future__ import annotations
 
@@ -245,3 +245,28 @@ async def test_an_evacuation_waits_for_room_and_encoders_and_snapshots_continue(
     else:
         expected = (12, 0.0) if lacking else (15, 30.0)
         assert [(one.iteration, one.stay) for one in sent] == [expected] * 2
+
+
+class Deaf(SmpLink):
+    """An SMP that answers nothing, at once."""
+
+    async def ask(self, request: m.Message, timeout: float) -> Any:
+        await asyncio.sleep(0)
+        raise ControlPlaneError("no answer")
+
+
+async def test_a_node_is_silent_after_missed_heartbeats_and_not_after_a_sleep_of_ours() -> None:
+    timing = Timing(heartbeat=0.05, lease=0.5, node_timeout=1.0)
+    keys = JobKeys.derive(bytes(32))
+    fleet = Fleet(keys, Observers(), timing)
+    fleet.link_type = Deaf
+    fleet.connect("n0", "tcp://127.0.0.1:9")
+    await asyncio.sleep(0.02)
+    time.sleep(2.0)  # as a process that is stopped
+    await asyncio.sleep(0.02)
+    assert fleet.silent_nodes(["n0"]) == []
+    await fleet.alarm.wait()
+    assert fleet.silent_nodes(["n0", "unknown"]) == ["n0"]
+    fleet.links["n0"].missed = 0
+    assert fleet.silent_nodes(["n0"]) == []
+    await fleet.close()

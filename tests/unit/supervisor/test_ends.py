@@ -1,4 +1,4 @@
-"""``first_end``: which of several detectors ends an incarnation."""
+"""Ends of an incarnation: the first of several detectors, and what an exit with 0 means."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.supervisor.ends import Asked, End, Failure, NodeLost, first_end
+from megatron_ft.supervisor.outcome import Outcome, judge
 
 stopped: list[str] = []
 
@@ -59,3 +60,21 @@ def test_every_kind_of_failure_has_words_of_its_own() -> None:
     assert all(words)
     # A trainer has one name however it ended.
     assert len({*words}) == len(words) - 1 and NodeLost.words in words
+
+
+@pytest.mark.parametrize(
+    ("said", "holds", "expected"),
+    [
+        ([True, True], True, Outcome.FINISHED),
+        ([True], True, Outcome.FINISHED),
+        ([True, False], True, Outcome.EARLY),
+        ([False], False, Outcome.EARLY),
+        ([], True, Outcome.UNKNOWN),
+        ([], False, Outcome.FINISHED),
+    ],
+)
+def test_one_rank_that_has_not_finished_makes_an_early_end(
+    said: list[bool], holds: bool, expected: Outcome
+) -> None:
+    assert judge(said, holds=holds, frees=False) is expected
+    assert judge(said, holds=holds, frees=True) is Outcome.FINISHED

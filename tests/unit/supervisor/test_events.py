@@ -6,13 +6,15 @@ import ast
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
 
+from megatron_ft.cli.run import Printer
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.supervisor import notify
-from megatron_ft.supervisor.events import FACTS, KINDS, Observers
+from megatron_ft.supervisor.events import FACTS, KINDS, CommittedEvent, JobEvent, Observers
 from megatron_ft.supervisor.notify import DEFAULT_KINDS, Notifier, kinds_of
 from tests.support.jobs import ROOT
 
@@ -98,3 +100,30 @@ def test_a_command_that_hangs_holds_nobody_up(
     assert not any(thread.name == "megatron-ft-notify" for thread in threading.enumerate())
     assert "timed out" in caplog.text
     assert len(file.read_text()) >= notify._MOST_WAITING - 1, "those behind it are run"
+
+
+def test_a_log_on_a_full_disk_stops_nobody() -> None:
+    heard: list[JobEvent] = []
+    observers = Observers()
+    observers.subscribe(Printer())
+    observers.subscribe(heard.append)
+    # What is written to this device meets a disk without space (full(4)), also when it is closed.
+    with suppress(OSError), open("/dev/full", "w") as full, redirect_stdout(full):
+        observers.emit(CommittedEvent(level="local"), "snapshot of iteration 4 committed")
+        observers.emit("training", "training")
+    assert [event.kind for event in heard] == ["committed", "training"]
+
+
+def test_who_failed_once_is_told_the_next_event() -> None:
+    heard: list[str] = []
+
+    def fails_first(event: JobEvent) -> None:
+        heard.append(event.kind)
+        if len(heard) == 1:
+            raise OSError("no space left on device")
+
+    observers = Observers()
+    observers.subscribe(fails_first)
+    observers.emit("training", "training")
+    observers.emit("finished", "finished")
+    assert heard == ["training", "finished"]

@@ -1,4 +1,4 @@
-"""The supervisor's state folder: modes, lock, atomic writes, refusals."""
+"""A job's folders: its state, what counts as left behind; the environment of its trainers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_ft.core import private_files
 from megatron_ft.core.errors import ConfigError, ControlPlaneError, StaleIncarnationError
@@ -24,6 +26,9 @@ from megatron_ft.supervisor.job_state import (
     read_record,
     state_folder,
 )
+from megatron_ft.supervisor.processes import TrainerPlace
+from tests.support.job_folders import unused
+from tests.support.jobs import ROOT
 
 HOLD = """
 import sys
@@ -202,3 +207,68 @@ def test_a_lock_is_given_back_if_its_file_cannot_be_looked_at(
         JobState(tmp_path / "llm", "llm")
     monkeypatch.undo()
     JobState(tmp_path / "llm", "llm").close()
+
+
+SUPERVISOR = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from megatron_ft.supervisor.job_state import JobState
+with JobState(Path(sys.argv[1]), "led"):
+    print("leads", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_another_run_leads_is_none_of_ours(tmp_path: Path) -> None:
+    """Its nodes have just been killed, and the next incarnation waits for its turn."""
+    root = tmp_path / "root"
+    left, led = root / "left", root / "led"
+    for folder in (root, left, led):
+        folder.mkdir(mode=0o700)
+    words = [sys.executable, "-c", SUPERVISOR, str(tmp_path / "state" / "led"), str(ROOT)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdin is not None and other.stdout is not None
+        assert other.stdout.readline() == b"leads\n"
+        assert unused(root, {os.getpid()}) == {left}
+        assert unused(root, {os.getpid(), other.pid}) == {left, led}, "one of our own is left"
+        other.stdin.close()
+        assert other.wait(30) == 0
+    assert unused(root, {os.getpid()}) == {left, led}
+
+
+def environment(
+    base: dict[str, str], node: int, local: int, nodes: int, per_node: int
+) -> dict[str, str]:
+    place = TrainerPlace(
+        node_index=node,
+        local_rank=local,
+        node_count=nodes,
+        ranks_per_node=per_node,
+        master_address="127.0.0.1",
+        master_port=4321,
+        run_id="job",
+        restart_count=2,
+    )
+    return place.of_rank(base)
+
+
+@given(st.integers(1, 5), st.integers(1, 5))
+def test_ranks_are_numbered_node_by_node(nodes: int, per_node: int) -> None:
+    places = [(node, local) for node in range(nodes) for local in range(per_node)]
+    all_ranks = [environment({}, node, local, nodes, per_node) for node, local in places]
+    assert [int(e["RANK"]) for e in all_ranks] == list(range(nodes * per_node))
+    assert all(
+        int(e["RANK"]) == int(e["GROUP_RANK"]) * per_node + int(e["LOCAL_RANK"]) for e in all_ranks
+    )
+    assert {e["WORLD_SIZE"] for e in all_ranks} == {str(nodes * per_node)}
+    assert {e["GROUP_WORLD_SIZE"] for e in all_ranks} == {str(nodes)}
+
+
+def test_base_is_kept_and_an_outer_place_does_not_mislead() -> None:
+    base = {"PATH": "/bin", "RANK": "77", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    env = environment(base, 1, 0, 2, 1)
+    assert env["PATH"] == "/bin" and env["RANK"] == "1" and env["OMP_NUM_THREADS"] == "1"
+    assert env["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+    assert env["TORCHELASTIC_RESTART_COUNT"] == "2" and env["TORCHELASTIC_MAX_RESTARTS"] == "0"
+    assert environment({"OMP_NUM_THREADS": "8"}, 0, 0, 1, 1)["OMP_NUM_THREADS"] == "8"

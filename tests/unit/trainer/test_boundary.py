@@ -1,4 +1,4 @@
-"""The end of an iteration: what is counted, said and waited for; and the state that it is given."""
+"""The end of an iteration, by what permits say; and what a trainer says of its own end."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from megatron_ft.arena.format import Permit
 from megatron_ft.core.identity import SealedRecord, SnapshotId
+from megatron_ft.trainer.capture import BoundaryAction, boundary_action
 from megatron_ft.trainer.capture_run import CaptureRun
 from megatron_ft.trainer.engine import CaptureEngine
-from megatron_ft.trainer.manager import SnapshotManager
+from megatron_ft.trainer.manager import SnapshotManager, _close_all, _say_ends
 from megatron_ft.trainer.mapping import MappingState, StateAdapter
 from megatron_ft.trainer.stats import Warner
 from tests.support.captures import WAIT, FakeSmp, GatedCopier, gated, make_manager
@@ -176,3 +180,82 @@ def test_a_mapping_has_one_adapter_as_long_as_it_is_the_same_mapping() -> None:
     assert adapt(equal) is not adapted, "its tensors are others"
     given_already = MappingState(one)
     assert adapt(given_already) is given_already
+
+
+snapshots = st.builds(SnapshotId, st.just(3), st.integers(1, 3))
+permits = st.builds(Permit, snapshots, st.integers(0, 5), st.just(0), st.booleans())
+
+
+@given(
+    permit=st.none() | permits,
+    iteration=st.integers(0, 5),
+    last=st.none() | snapshots,
+    busy=st.booleans(),
+    declined=st.booleans(),
+    went_back=st.booleans(),
+)
+def test_only_a_valid_permit_of_this_iteration_is_captured_and_each_is_answered_once(
+    permit: Permit | None,
+    iteration: int,
+    last: SnapshotId | None,
+    busy: bool,
+    declined: bool,
+    went_back: bool,
+) -> None:
+    due = boundary_action(
+        permit, iteration, last, busy=busy, declined=declined, went_back=went_back
+    )
+    if permit is None:
+        assert due is BoundaryAction.WAIT
+        return
+    if due is BoundaryAction.CAPTURE:
+        assert permit.iteration == iteration and not permit.revoked and not busy
+        assert not (declined and permit.snapshot.sequence == 1)
+    if permit.snapshot == last:
+        assert due is (BoundaryAction.REACKNOWLEDGE if permit.revoked else BoundaryAction.WAIT)
+    elif permit.revoked or permit.iteration < iteration:
+        assert due is BoundaryAction.MISS
+    elif permit.iteration == iteration:
+        assert due in (BoundaryAction.CAPTURE, BoundaryAction.MISS)
+    elif not declined:
+        assert due is (BoundaryAction.MISS if went_back else BoundaryAction.WAIT)
+
+
+@pytest.mark.parametrize(
+    ("last", "setting", "finished", "expected"),
+    [
+        (0, 0, None, []),
+        (0, 0, True, [(2, True)]),
+        (0, 0, False, [(2, False)]),
+        (2, 0, None, [(2, True)]),
+        (3, 0, None, [(2, False)]),
+        (0, 3, None, [(2, False)]),
+        (2, 3, None, [(2, True)]),
+        (3, 0, True, [(2, True)]),
+    ],
+)
+def test_the_plan_is_done_with_its_last_iteration(
+    smp: FakeSmp, last: int, setting: int, finished: bool | None, expected: list[tuple[int, bool]]
+) -> None:
+    state = {"weight": torch.zeros(4)}
+    manager = make_manager(smp, last=last, settings={"last_iteration": setting})
+    manager.load(into=state)
+    for iteration in (1, 2):
+        manager.save(iteration, state)
+    manager.close(finished=finished)
+    manager.close(finished=True)
+    assert smp.endings == expected
+
+
+def test_a_script_that_never_closes_says_it_as_it_exits(smp: FakeSmp) -> None:
+    manager = make_manager(smp, last=5)
+    manager.save(5, {"weight": torch.zeros(4)})
+    _say_ends()
+    manager.close()
+    assert smp.endings == [(5, True)]
+
+
+def test_a_restart_in_process_is_no_end(smp: FakeSmp) -> None:
+    make_manager(smp, last=5).save(1, {"weight": torch.zeros(4)})
+    _close_all()
+    assert smp.endings == []
