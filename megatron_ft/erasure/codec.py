@@ -34,9 +34,14 @@ class Codec:
     data_members: int
     parity_members: int
 
-    def kernel(self, wanted: Sequence[int], given: Sequence[int]) -> Kernel:
-        """Compute the ``wanted`` symbols from the k ``given`` ones, in these orders."""
-        return _isal_kernel(self, tuple(wanted), tuple(given))
+    def kernel(
+        self, wanted: Sequence[int], given: Sequence[int], *, with_sum: bool = False
+    ) -> Kernel:
+        """Compute the ``wanted`` symbols from the k ``given`` ones, in these orders.
+
+        ``with_sum``: the XOR of those given is one more output, the last.
+        """
+        return _isal_kernel(self, tuple(wanted), tuple(given), with_sum)
 
     def encode_kernel(self) -> Kernel:
         """Compute all parities from all data columns."""
@@ -68,9 +73,13 @@ class Codec:
 
 
 @lru_cache(maxsize=512)
-def _isal_kernel(codec: Codec, wanted: tuple[int, ...], given: tuple[int, ...]) -> Kernel:
-    library = isal.load()
-    tables = library.tables(codec.coefficients(wanted, given))
+def _isal_kernel(
+    codec: Codec, wanted: tuple[int, ...], given: tuple[int, ...], with_sum: bool
+) -> Kernel:
+    library, rows = isal.load(), codec.coefficients(wanted, given)
+    if with_sum:
+        rows = np.concatenate([rows, np.ones((1, len(given)), np.uint8)])
+    tables = library.tables(rows)
     return lambda sources, outputs: library.encode(tables, sources, outputs)
 
 

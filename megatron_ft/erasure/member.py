@@ -260,6 +260,13 @@ class Check:
         """Numbers of the wrong blocks of whole blocks of bytes that lie at ``offset``."""
         raise NotImplementedError
 
+    def expected(self, offset: int, piece: Bytes) -> Digests:
+        """The digests that whole blocks of bytes at ``offset`` must have.
+
+        What no digest is known of is compared here, and then digested: CorruptMemberError.
+        """
+        raise NotImplementedError
+
     def require(self, offset: int, piece: Bytes) -> None:
         """CorruptMemberError naming the first wrong block, if there is one."""
         self._refuse(self.bad_blocks(offset, piece))
@@ -307,6 +314,16 @@ class DataCheck(Check):
         spare[used:] = 0
         return spare
 
+    def expected(self, offset: int, piece: Bytes) -> Digests:
+        """See Check; padding must be zeros, as ``coded`` makes them."""
+        size = self._code.block_bytes
+        first, whole = offset // size, self._covered(offset, piece) // size
+        known: Digests = self._table[first : first + whole].astype(np.uint64)
+        if whole * size == piece.nbytes:
+            return known
+        rest = self.required_digests(offset + whole * size, piece[whole * size :])
+        return np.concatenate([known, rest])
+
     def required_digests(self, offset: int, piece: Bytes) -> Digests:
         """Like ``require``; returns the digests of the piece's blocks, which must be whole.
 
@@ -352,8 +369,12 @@ class ParityCheck(Check):
     def bad_blocks(self, offset: int, piece: Bytes) -> list[int]:
         """See Check."""
         first = offset // self._code.block_bytes
-        wanted = self._digests[first : first + _blocks(self._code, piece.nbytes)]
-        return _differing(_digests(self._code, piece), wanted, first)
+        return _differing(_digests(self._code, piece), self.expected(offset, piece), first)
+
+    def expected(self, offset: int, piece: Bytes) -> Digests:
+        """See Check."""
+        first = offset // self._code.block_bytes
+        return self._digests[first : first + _blocks(self._code, piece.nbytes)]
 
 
 def parity_root(digests: Digests) -> bytes:

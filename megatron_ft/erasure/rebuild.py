@@ -35,6 +35,7 @@ from megatron_ft.erasure.member import (
     piece_of,
 )
 from megatron_ft.erasure.rows import SparePieces
+from megatron_ft.erasure.sums import SumCheck
 from megatron_ft.erasure.transport import (
     EXCHANGES_IN_FLIGHT,
     Ahead,
@@ -206,7 +207,7 @@ class _Survivor:
     ) -> None:
         self._link, self._task, self._member = link, task, member
         self._code, self._window = task.code, ExchangeWindow(link)
-        self._codec = task.code.codec()
+        self._codec, self._sums = task.code.codec(), SumCheck.of(task.code, spare)
         self._own_place = task.survivors.index(link.member)
         self._last_step = max(1, self._code.data_members - 1)
         self._checks = checks
@@ -276,10 +277,18 @@ class _Survivor:
         else:
             symbols = [self._code.layout.symbol(unit.row, n) for n in unit.sources]
             wanted = [self._code.layout.symbol(unit.row, n) for n in self._task.lost]
-            self._codec.kernel(wanted, symbols)(pieces, self._outputs(number, unit))
+            outputs = self._outputs(number, unit)
+            if self._sums is None:
+                self._codec.kernel(wanted, symbols)(pieces, outputs)
+            else:
+                checks = [self._check_of(source, unit) for source in unit.sources]
+                self._sums.compute(wanted, symbols, pieces, outputs, checks)
 
     def _sources(self, number: int, unit: _Unit) -> list[Bytes]:
-        """The k pieces of a unit, checked, with zeros for padding; the first one is our own."""
+        """The k pieces of a unit, with zeros for padding; the first one is our own.
+
+        Checked here unless their sum will be.
+        """
         buffers = [_cut(buffer, unit.part) for buffer in self._set(number)]
         arrived = [self._own_piece(unit), *buffers[1:]]
         return [
@@ -288,15 +297,18 @@ class _Survivor:
         ]
 
     def _checked(self, source: int, unit: _Unit, piece: Bytes, buffer: Bytes) -> Bytes:
+        check, offset = self._check_of(source, unit)
+        if self._sums is None:
+            check.require(offset, piece)
+        return check.coded(offset, piece, buffer) if isinstance(check, DataCheck) else piece
+
+    def _check_of(self, source: int, unit: _Unit) -> tuple[DataCheck | ParityCheck, int]:
+        """The check of a survivor's piece, and the offset of the piece in what it checks."""
         layout = self._code.layout
         symbol = layout.symbol(unit.row, source)
         data_check, parity_check = self._checks[source]
         offset = layout.chunk(symbol) * self._code.chunk_bytes + unit.part.start
-        if layout.is_parity(symbol):
-            parity_check.require(offset, piece)
-            return piece
-        data_check.require(offset, piece)
-        return data_check.coded(offset, piece, buffer)
+        return (parity_check if layout.is_parity(symbol) else data_check), offset
 
     def _outputs(self, number: int, unit: _Unit) -> list[Bytes]:
         """Buffers for a solved unit, one for each lost member; a whole copy is our own piece."""

@@ -1,4 +1,4 @@
-"""Rows of a stripe: gathered piece by piece at their first parity holders, checked and coded.
+"""Rows of a stripe: gathered piece by piece at their first parity holders.
 
 Member x gathers row x: each of the other rows' holders of data sends it one chunk, so
 every chunk travels once.  Steps are permutations (everyone sends to one member and
@@ -20,15 +20,8 @@ from types import TracebackType
 import numpy as np
 
 from megatron_ft.arena.mapping import huge_page_bytes
-from megatron_ft.core.fault_points import reach
 from megatron_ft.core.isal import Bytes
-from megatron_ft.erasure.member import (
-    DataCheck,
-    MemberView,
-    StripeCode,
-    chunk_of,
-    parity_digests_of,
-)
+from megatron_ft.erasure.member import StripeCode, chunk_of
 from megatron_ft.erasure.transport import (
     EXCHANGES_IN_FLIGHT,
     Ahead,
@@ -240,77 +233,3 @@ class _Gathering:
         if self._into is not None:
             return self._into[part]
         return self._spare[number % len(self._spare)][column][: part.stop - part.start]
-
-
-class RowEncoder:
-    """Codes the row that was gathered here: parity 0 stays, the others go to their holders.
-
-    ``digests`` are those of our row's parities, ``arrived`` those of the parities that we keep for
-    other rows, both of shape (m, blocks of a chunk).
-    """
-
-    def __init__(
-        self,
-        link: Link,
-        code: StripeCode,
-        member: MemberView,
-        checks: Sequence[DataCheck],
-        spare: SparePieces,
-    ) -> None:
-        self._link, self._code, self._parity = link, code, member.parity
-        self._checks, self._kernel = checks, code.codec().encode_kernel()
-        self._copies = code.copies_only
-        self._spare = spare.sets(2, 0 if self._copies else code.parity_members - 1)
-        self.digests = np.zeros((code.parity_members, code.chunk_blocks), np.uint64)
-        self.arrived = np.zeros_like(self.digests)
-
-    def check(self, column: int, part: slice, piece: Bytes) -> None:
-        """CorruptMemberError if a source is wrong; what is parity as well is digested once."""
-        source = self._code.layout.holder(self._link.member, column)
-        offset = column * self._code.chunk_bytes + part.start
-        check = self._checks[source]
-        check.coded(offset, piece, piece)
-        if self._copies:
-            self.digests[:, self._code.blocks(part)] = check.required_digests(offset, piece)
-        else:
-            check.require(offset, piece)
-
-    def code_piece(self, number: int, part: slice, columns: Sequence[Bytes]) -> None:
-        """Compute all m parities of a piece, and their digests while they are in cache."""
-        if not self._copies:
-            self._compute(number, part, columns)
-        if number == len(range(0, self._code.chunk_bytes, self._code.piece_bytes)) // 2:
-            reach("encode.half")
-
-    def _compute(self, number: int, part: slice, columns: Sequence[Bytes]) -> None:
-        outputs = [self._home(0, part), *self._others(number, part)]
-        self._kernel(columns, outputs)
-        for parity, output in enumerate(outputs):
-            digests = parity_digests_of(self._code, output)
-            self.digests[parity, self._code.blocks(part)] = digests
-
-    def passes(self, number: int, part: slice) -> Iterable[Exchange]:
-        """Send parity j of our row to member + j, receive that of row member - j."""
-        for j, output in enumerate(self._others(number, part), 1):
-            yield Exchange(partial(self._pass, j, part, output), partial(self._note, j, part))
-
-    def _pass(self, j: int, part: slice, output: Bytes) -> Sequence[Pending]:
-        link, home = self._link, self._home(j, part)
-        return [
-            link.receive(home, link.member - j, MessageKind.RESULT),
-            link.send(output, link.member + j, MessageKind.RESULT),
-        ]
-
-    def _note(self, j: int, part: slice) -> None:
-        """Digests of parity as it has arrived here: soon, so that it need not be loaded again."""
-        digests = parity_digests_of(self._code, self._home(j, part))
-        self.arrived[j, self._code.blocks(part)] = digests
-
-    def _home(self, j: int, part: slice) -> Bytes:
-        return chunk_of(self._code, self._parity, j)[part]
-
-    def _others(self, number: int, part: slice) -> list[Bytes]:
-        """Buffers of parities 1, 2, ... of our row."""
-        if self._copies:
-            return [self._home(0, part)] * (self._code.parity_members - 1)
-        return [piece[: part.stop - part.start] for piece in self._spare[number % 2]]

@@ -174,8 +174,8 @@ def test_a_damaged_source_is_never_coded(shape: tuple[str, int, int], data: st.D
     assert not any(isinstance(r, EncodeResult) for r in results)
 
 
-@given(st.sampled_from([("rs", 3, 1), ("rs", 2, 2), ("replica", 1, 2)]), st.data())
-@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([("rs", 3, 1), ("xor", 3, 1), ("rs", 2, 2), ("replica", 1, 2)]), st.data())
+@settings(max_examples=80, deadline=None)
 def test_a_damaged_survivor_is_never_used(shape: tuple[str, int, int], data: st.DataObject) -> None:
     """Rebuild either names the damaged survivor, or never looked at that byte."""
     kind, k, m = shape
