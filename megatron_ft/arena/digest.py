@@ -16,6 +16,7 @@ GF(2), so 64 single bits tell all of it; they are moved on by the CRC's own code
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import Executor
 from functools import lru_cache
 from typing import Any
 
@@ -79,6 +80,9 @@ def _bits(block_bytes: int, blocks: int) -> Table:
 
 
 ALIGNMENT = 64
+
+POOLED_BYTES = 8 << 20
+"""Bytes that one thread of a pool digests at a time."""
 ENTRY_BYTES = 8
 
 Bytes = NDArray[np.uint8]
@@ -154,11 +158,13 @@ def seal(
     layout_hash: bytes,
     block_bytes: int,
     arrivals: Arrivals | None = None,
+    pool: Executor | None = None,
 ) -> SealedRecord:
     """Finish a data region whose first ``tensor_bytes`` bytes are in place.
 
     Writes meta, the gaps beside it and the digest table, and returns the record with its root.
-    ``arrivals`` has digests of what was counted in it; all else is read here.
+    ``arrivals`` has digests of what was counted in it; all else is read, in ``pool`` if there
+    is one.
     ArenaCapacityError, with nothing written, if it does not fit.
     """
     record = _plan(shard_id, snapshot, iteration, tensor_bytes, len(meta), layout_hash, block_bytes)
@@ -175,21 +181,34 @@ def seal(
         blocks = record.digest_offset // block_bytes
         arrivals.count(record.tensor_bytes, blocks * block_bytes)
         known = arrivals.known(blocks)
-    _complete(table, data[: record.digest_offset], block_bytes, *known)
+    _complete(table, data[: record.digest_offset], block_bytes, known, pool)
     return _with_root(record, digest_root(table, record))
 
 
 def _complete(
-    table: Table, data: Bytes, block_bytes: int, known: Table, right: NDArray[np.bool_]
+    table: Table,
+    data: Bytes,
+    block_bytes: int,
+    known: tuple[Table, NDArray[np.bool_]],
+    pool: Executor | None,
 ) -> None:
-    """Fill the table with the digests that are ``right``, and take those of all other blocks."""
-    table[: known.size] = known
+    """Fill the table with the digests that are known to be right; take those of all others."""
+    digests, right = known
+    table[: digests.size] = digests
     lacking = np.ones(table.size + 2, np.bool_)
     lacking[0] = lacking[-1] = False
     lacking[1 : 1 + right.size] = ~right
-    for first, stop in np.flatnonzero(np.diff(lacking)).reshape(-1, 2).tolist():
+    step = max(1, POOLED_BYTES // block_bytes)
+    runs = np.flatnonzero(np.diff(lacking)).reshape(-1, 2).tolist()
+    cuts = [(at, min(at + step, stop)) for first, stop in runs for at in range(first, stop, step)]
+
+    def take(cut: tuple[int, int]) -> None:
+        first, stop = cut
         piece = data[first * block_bytes : stop * block_bytes]
         digest_blocks(piece, block_bytes, table[first:stop])
+
+    for _ in (map if pool is None else pool.map)(take, cuts):
+        pass
 
 
 def _plan(

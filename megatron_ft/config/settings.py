@@ -90,6 +90,16 @@ class SnapshotConfig:
         accepts=lambda v: v in (AUTO, 2, 3),
         unit="snapshots",
     )
+    copy_threads: int | str = setting(
+        INTERVAL,
+        AUTO,
+        "Threads of a rank that verify and copy at a restore, and that digest what is copied from "
+        "a GPU. auto: its share of the cores, at most 16, and 8 beside training; one copies "
+        "about 5 GB/s, and digests about 10.",
+        allowed="a whole number >= 1, or auto",
+        accepts=lambda v: v == AUTO or v >= 1,
+        unit="threads",
+    )
     arena_dir: Path | None = folder(
         "Folder of the arenas, on a tmpfs; before Linux 6.1, mount it with huge=always. "
         "None: one in /dev/shm."
@@ -266,6 +276,11 @@ class SnapshotConfig:
     def fixed_interval(self) -> int:
         """Iterations between snapshots, 0 where the job finds it out."""
         return 0 if isinstance(self.snapshot_interval, str) else self.snapshot_interval
+
+    @property
+    def fixed_copy_threads(self) -> int:
+        """Threads of a rank that copy and digest, 0 where the machine decides."""
+        return 0 if isinstance(self.copy_threads, str) else self.copy_threads
 
     @property
     def fixed_slots(self) -> int:

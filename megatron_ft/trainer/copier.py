@@ -5,8 +5,8 @@ Copies are cut in pieces, so that they can be stopped in between.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from megatron_ft.arena.arrivals import Arrivals
+from megatron_ft.core.cores import MOST_THREADS, own_cores
 
 PIECE_BYTES = 16 << 20
 """Copies are cut in pieces of this size: a stop is noticed between them."""
@@ -64,6 +65,10 @@ class Copier(Protocol):
     def mark(self) -> Any:
         """Remember this point of the training thread's work: copies must come after it."""
 
+    @property
+    def pool(self) -> Executor | None:
+        """Threads that digest what the copier has brought; None where its own thread does."""
+
     def copy(
         self,
         items: Sequence[CopyItem],
@@ -91,19 +96,9 @@ class Copier(Protocol):
         """Forget the regions; no copy may be running."""
 
 
-MOST_THREADS = 4
-"""Most threads: more do not move bytes faster, as memory is the limit."""
-
-
-def spare_threads(environment: dict[str, str] | None = None) -> int:
-    """This rank's share of the cores that it may run on, at least 1, at most MOST_THREADS.
-
-    LOCAL_WORLD_SIZE says how many ranks share them, as torchrun sets it.
-    """
-    variables = os.environ if environment is None else environment
-    text = variables.get("LOCAL_WORLD_SIZE", "1")
-    ranks = int(text) if text.isdigit() else 1
-    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // max(1, ranks)))
+def spare_threads() -> int:
+    """Threads that verify and copy at a restore, where no setting says how many."""
+    return min(MOST_THREADS, own_cores())
 
 
 def ranges(address: int, length: int) -> Iterator[tuple[int, int]]:

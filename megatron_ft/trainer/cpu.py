@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 
@@ -50,6 +51,8 @@ class CpuCopier:
     torch.set_num_threads: it moves process-wide defaults, and with them the last bits of
     training's sums.  Large contiguous tensors are copied as bytes instead.
     """
+
+    pool: Executor | None = None
 
     def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
         """Copies are cut in pieces of ``piece_bytes`` bytes."""

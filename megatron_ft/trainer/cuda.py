@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from operator import methodcaller
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_ft.arena.arrivals import Arrivals
+from megatron_ft.core.cores import MOST_DIGEST_THREADS, own_cores
 from megatron_ft.core.fault_points import reach
 from megatron_ft.trainer.copier import (
     PIECE_BYTES,
@@ -44,8 +46,16 @@ class CudaCopier:
     Never fork a process that has pinned memory; start children with exec.
     """
 
-    def __init__(self, device: int, cuda: Any = None, piece_bytes: int = PIECE_BYTES) -> None:
-        """Copies are cut in pieces of ``piece_bytes`` bytes; ``device`` is its number."""
+    def __init__(
+        self, device: int, cuda: Any = None, piece_bytes: int = PIECE_BYTES, threads: int = 0
+    ) -> None:
+        """Copies are cut in pieces of ``piece_bytes`` bytes; ``device`` is its number.
+
+        So many ``threads`` digest, each piece when it is there; 0: by the machine.
+        """
+        self.pool = ThreadPoolExecutor(
+            threads or min(MOST_DIGEST_THREADS, own_cores()), "megatron-ft-digest"
+        )
         self._cuda = torch.cuda if cuda is None else cuda
         self._piece_bytes = piece_bytes
         self._device = device
@@ -161,6 +171,7 @@ class CudaCopier:
     def detach(self) -> None:
         """Unlock the regions, while the context lives and before they are unmapped."""
         self._stream.synchronize()
+        self.pool.shutdown()
         for address in self._pinned:
             self._cuda.cudart().cudaHostUnregister(address)
         self._pinned.clear()

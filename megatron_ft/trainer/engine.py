@@ -71,8 +71,10 @@ def with_spare(tensor_bytes: int, meta_bytes: int) -> int:
     return digest.required_bytes(tensor_bytes, capacity, PLANNING_BLOCK_BYTES)
 
 
-def choose_copier(state: TrainingState) -> Copier:
+def choose_copier(state: TrainingState, threads: int = 0) -> Copier:
     """The copier for where the tensors are; a CUDA one also takes host tensors.
+
+    ``threads`` digest what comes from a device; 0: by the machine.
 
     ConfigError if they are on several devices: copies wait for one of them alone.
     """
@@ -88,7 +90,8 @@ def choose_copier(state: TrainingState) -> Copier:
         )
     from megatron_ft.trainer.cuda import CudaCopier
 
-    return CudaCopier(*devices)
+    (device,) = devices
+    return CudaCopier(device, threads=threads)
 
 
 Job = Callable[[], None]
@@ -278,7 +281,7 @@ class CaptureEngine:
         library = copy_crc.load()
         if library is None:
             return None
-        return Arrivals(library, self._regions[slot], self._block_bytes)
+        return Arrivals(library, self._regions[slot], self._block_bytes, self._copier.pool)
 
     def _work(self, run: CaptureRun) -> None:
         """Copy, seal, report: the copy thread's part of one run."""
@@ -419,6 +422,7 @@ class CaptureEngine:
             layout_hash=self.binding.layout_hash,
             block_bytes=self._block_bytes,
             arrivals=arrivals,
+            pool=self._copier.pool,
         )
         reach("capture.digested")
         self._changed(run)

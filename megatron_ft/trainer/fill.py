@@ -95,10 +95,10 @@ class VerifiedCopy:
         # Sources are addresses in it.
         self._kept = region
 
-    def run(self) -> list[int]:
+    def run(self, threads: int = 0) -> list[int]:
         """Copy all chunks; returns the bad blocks, out of whose chunks nothing is copied.
 
-        All are checked, with this rank's share of the cores.
+        All are checked, by so many threads; 0: by the machine.
         """
         left, bad, cuts = iter(self._cuts.chunks), list[int](), self._cuts
         middle = len(cuts.chunks) // 2
@@ -114,7 +114,7 @@ class VerifiedCopy:
                 else:
                     self._copy(cuts.ends[chunk], cuts.ends[chunk + 1])
 
-        _in_threads(work)
+        in_threads(work, threads)
         return sorted(bad)
 
     def _copy(self, first: int, stop: int) -> None:
@@ -126,7 +126,7 @@ class VerifiedCopy:
         deque(map(copy_large if large else ctypes.memmove, *columns), 0)
 
 
-def copy_in_threads(items: Iterable[CopyItem]) -> None:
+def copy_in_threads(items: Iterable[CopyItem], threads: int = 0) -> None:
     """Copy what needs more than a copy of bytes; its bytes must have been verified.
 
     All that was begun on the targets' devices is finished before.
@@ -141,7 +141,7 @@ def copy_in_threads(items: Iterable[CopyItem]) -> None:
             for batch in left:
                 move_serially(batch)
 
-    _in_threads(work)
+    in_threads(work, threads)
 
 
 def _await_devices(targets: Iterable[torch.Tensor]) -> None:
@@ -150,9 +150,9 @@ def _await_devices(targets: Iterable[torch.Tensor]) -> None:
         torch.cuda.synchronize(device)
 
 
-def _in_threads(work: Callable[[], None]) -> None:
-    """Run it in as many threads as this rank may use, this one included; raises the first error."""
-    others = spare_threads() - 1
+def in_threads(work: Callable[[], None], threads: int = 0) -> None:
+    """Run it in so many threads, this one included; raises the first error.  0: by the machine."""
+    others = (threads or spare_threads()) - 1
     if others == 0:
         return work()
     with ThreadPoolExecutor(others) as pool:

@@ -162,7 +162,8 @@ class SnapshotManager:
         self._copier, self._rank_rule = copier, rank_rule
         self._adapt = StateAdapter(replicated, leave_out)
         self._warn = Warner(logger)
-        self._pending = PendingRestore(self._client, self.shard_id, coordinates)
+        threads = self.config.fixed_copy_threads
+        self._pending = PendingRestore(self._client, self.shard_id, coordinates, threads)
         self._captures = CaptureController(self._client, self.config, self.stats, self._warn)
         self._fences = Fences(self._before_step)
         self._registered: _Registered | None = None
@@ -244,7 +245,7 @@ class SnapshotManager:
             adapted = self._adapt(state)
             arena, plan = self._registered or self._register(adapted)
             self._registered = None
-            copier = self._copier or choose_copier(adapted)
+            copier = self._copier or choose_copier(adapted, self.config.fixed_copy_threads)
         # A restart has nothing new to say, and nothing to wait for.
         if self.rank == 0 and self._pending.restored is None:
             notices.say_what_is_captured(self.shard_id, adapted, plan.layout, self._warn)

@@ -35,7 +35,15 @@ class PendingRestore:
     ``broken_off`` the error that ended a load, whose first bytes may be in tensors by then.
     """
 
-    def __init__(self, client: TrainerClient, shard_id: str, coordinates: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        client: TrainerClient,
+        shard_id: str,
+        coordinates: tuple[int, ...],
+        threads: int = 0,
+    ) -> None:
+        """So many ``threads`` verify and copy; 0: by the machine."""
+        self._threads = threads
         self.declined = False
         self.restored: RestoredShard | None = None
         self.broken_off: Exception | None = None
@@ -103,7 +111,7 @@ class PendingRestore:
                 arena.close_beside()
 
     def _shard(self, arena: Arena, offer: RestoreOffer) -> SealedShard:
-        return SealedShard(arena, offer.slot, offer.record, self._report_corrupt)
+        return SealedShard(arena, offer.slot, offer.record, self._report_corrupt, self._threads)
 
     def report_restored(self, offer: RestoreOffer, seconds: float, *, aloud: bool) -> None:
         """Report to the job that its shard was loaded; ``aloud``: to the user as well."""

@@ -55,8 +55,14 @@ class SealedShard:
     ``report`` gets the number of bad blocks before CorruptBlockError names them.
     """
 
-    def __init__(self, arena: Arena, slot: int, record: SealedRecord, report: Report) -> None:
-        """Nothing is read yet but the arena's header and the digest table."""
+    def __init__(
+        self, arena: Arena, slot: int, record: SealedRecord, report: Report, threads: int = 0
+    ) -> None:
+        """Nothing is read yet but the arena's header and the digest table.
+
+        So many ``threads`` verify and copy; 0: by the machine.
+        """
+        self.threads = threads
         header = arena.header
         self.region, self.record = arena.data(slot), record
         self.block_bytes = header.geometry.block_bytes
@@ -201,7 +207,7 @@ def _fill_one_by_one(
             split.append(SplitTensor(entry, target, group))
     _copy(shard.cut(offsets, lengths), targets, shard)
     if items:
-        copy_in_threads(items)
+        copy_in_threads(items, shard.threads)
     require_all_held(filled, region)
     exchange(split)
     if adopter is not None and adopted:
@@ -217,7 +223,8 @@ def _part_of(layout: ShardLayout, names: Collection[str]) -> ShardLayout:
 
 def _copy(cuts: BlockRanges, targets: list[int], shard: SealedShard) -> None:
     """Verify all blocks of tensors; what of the spans is in one is copied when it is."""
-    shard.require_none(VerifiedCopy(shard.region, shard.check, cuts, targets).run())
+    copying = VerifiedCopy(shard.region, shard.check, cuts, targets)
+    shard.require_none(copying.run(shard.threads))
 
 
 def _new_tensor(entry: LayoutEntry, group: Any) -> torch.Tensor:

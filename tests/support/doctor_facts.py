@@ -53,6 +53,7 @@ def node(name: str, **changes: Any) -> NodeFacts:
         removes_ipc=False,
         arena=arena(inode=inode),
         copies="copied and digested in one pass",
+        cores=96,
         folders=folders(),
     )
     return msgspec.structs.replace(good, **changes)
@@ -70,6 +71,7 @@ def arena(**changes: Any) -> ArenaPlace:
 def trainer(name: str, **changes: Any) -> TrainerFacts:
     inode = 100 + NODES.index(name)
     good = TrainerFacts("3.11.7", "/usr/bin/python3", PACKAGES, STEP.format("2"), 5, inode)
+    good = msgspec.structs.replace(good, cores=96)
     return msgspec.structs.replace(good, **changes)
 
 

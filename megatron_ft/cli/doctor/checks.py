@@ -279,6 +279,7 @@ CHECKS: Mapping[str, Callable[[Facts], Iterable[Finding]]] = {
     "arena folder": node_checks.arena_folder,
     "memory": node_checks.memory,
     "copies": node_checks.copies,
+    "threads": node_checks.threads,
     "same arena": node_checks.same_arena,
     "containers": node_checks.containers,
     "RemoveIPC": node_checks.remove_ipc,

@@ -61,7 +61,8 @@ class NodeFacts(msgspec.Struct, frozen=True):
     ``machine`` is the same for nodes that share a kernel; ``pid_namespace`` for processes that
     know each other by number.  ``code`` is a digest of this package's sources.
     ``removes_ipc``: logind will remove the user's files in /dev/shm.  ``copies`` says how bytes
-    are copied and digested there, ``copies_advice`` how that can be faster.
+    are copied and digested there, ``copies_advice`` how that can be faster; ``cores`` are those
+    that its processes share.
     """
 
     machine: str
@@ -74,12 +75,14 @@ class NodeFacts(msgspec.Struct, frozen=True):
     folders: dict[str, SharedFolder] = {}
     copies: str = ""
     copies_advice: str = ""
+    cores: int = 0
 
 
 class TrainerFacts(msgspec.Struct, frozen=True):
     """View of a process that was started as a trainer; ``device`` and ``inode`` of the same marker.
 
-    ``pid_namespace`` is 0, and ``user`` -1, where they are not known.
+    ``pid_namespace`` is 0, and ``user`` -1, where they are not known; ``cores`` are those that it
+    may run on.
     """
 
     python: str
@@ -91,6 +94,7 @@ class TrainerFacts(msgspec.Struct, frozen=True):
     error: str = ""
     pid_namespace: int = 0
     user: int = -1
+    cores: int = 0
 
 
 class TrialRank(msgspec.Struct, frozen=True):

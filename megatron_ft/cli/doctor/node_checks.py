@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_ft.arena.limits import format_bytes, memory_shortfall, node_bytes
 from megatron_ft.cli.doctor.facts import Facts, NodeFacts, TrainerFacts
 from megatron_ft.cli.doctor.report import Finding, Severity, by_node, ok, refuse, warn
+from megatron_ft.core.cores import MOST_DIGEST_THREADS, MOST_THREADS, share_of
 from megatron_ft.core.frameworks import DEEPSPEED, MEGATRON, Releases, version_numbers
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import Domains, members_of, stripe_sets
@@ -215,6 +216,25 @@ def copies(facts: Facts) -> list[Finding]:
         return warn(said.copies, said.copies_advice) if said.copies_advice else ok(said.copies)
 
     return by_node(facts.answered, judge)
+
+
+def threads(facts: Facts) -> list[Finding]:
+    """Threads with which each rank restores, and digests what a GPU's copy brings."""
+    trainers, ranks = facts.as_trainers, facts.job.spec.ranks_per_node
+    given = facts.job.settings.fixed_copy_threads
+    both = {n: (said, trainers[n]) for n, said in facts.answered.items() if n in trainers}
+
+    def judge(pair: tuple[NodeFacts, TrainerFacts]) -> Finding:
+        node, trainer = pair
+        share = share_of(trainer.cores, node.cores, ranks)
+        text = f"ranks restore with {given or min(share, MOST_THREADS)} threads and digest with "
+        text += f"{given or min(share, MOST_DIGEST_THREADS)} (--copy-threads {given or 'auto'}): "
+        text += f"{node.cores} cores for {ranks} ranks, of which a rank may run on {trainer.cores}"
+        if trainer.cores == 1 < node.cores // ranks:
+            return warn(text, "bind ranks to more cores (srun --cpus-per-task), or not at all")
+        return ok(text)
+
+    return by_node(both, judge)
 
 
 def remove_ipc(facts: Facts) -> list[Finding]:

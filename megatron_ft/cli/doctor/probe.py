@@ -23,6 +23,7 @@ from megatron_ft.arena.limits import memory_readings
 from megatron_ft.checkpoint.disk_format import DiskCalls
 from megatron_ft.cli.doctor.facts import ArenaPlace, NodeFacts, ProbeRequest, SharedFolder, say
 from megatron_ft.core import copy_crc
+from megatron_ft.core.cores import shared_cores
 from megatron_ft.core.environment import ProcessEnvironment
 from megatron_ft.core.errors import MegatronFTError
 from megatron_ft.core.private_files import OTHERS_WRITE, make_node_folder, reason_against
@@ -46,6 +47,7 @@ def examine(request: ProbeRequest, where: ProcessEnvironment) -> NodeFacts:
         pid_namespace=pid_namespace(),
         copies=copy_crc.describe(),
         copies_advice=copy_crc.advice(),
+        cores=shared_cores(),
         folders={
             folder: shared_folder(Path(folder), request.token, where.node)
             for folder in request.folders

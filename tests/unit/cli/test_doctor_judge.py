@@ -89,6 +89,7 @@ CASES: list[tuple[Facts, str, str, str, str]] = [
      "refused", "an encoder does not see", "n2"),
     (with_node("n2", copies="two passes", copies_advice="compile"), "copies", "warning",
      "two passes", "n2"),
+    (with_trainer("n2", cores=1), "threads", "warning", "may run on 1", "n2"),
     (with_node("n2", removes_ipc=True), "RemoveIPC", "warning", "vanish", "n2"),
     (facts(world=world(ranks={**world().ranks, "n2": rank("n2", silent=(0, 3))})), "encoders",
      "refused", "no answer to n0, n3", "n2"),

@@ -35,6 +35,7 @@ GIVEN = {
     "--compare-except": "model/ema.*",
     "--checkpoint-dir": "/data/exports",
     "--slots": "3",
+    "--copy-threads": "6",
     "--protect": "rs:2+1",
     "--lease-seconds": "17.0",
     "--register-timeout-seconds": "99.0",

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_ft.arena.arrivals import Arrivals
+from megatron_ft.arena.digest import verify_shard
 from megatron_ft.trainer import copier as copier_module
 from megatron_ft.trainer import cuda as cuda_module
 from megatron_ft.trainer.copier import RANGE_BYTES, CopyItem, move, ranges
 from megatron_ft.trainer.cuda import CudaCopier
+from tests.support.captures import BLOCK, FakeSmp, make_manager
+from tests.support.copies import each_way
 
 HERE = 2
 """The third GPU."""
@@ -154,6 +160,50 @@ def test_copies_follow_the_training_stream_and_are_bounded() -> None:
         in_flight += {"record": 1, "wait": -1}.get(call[0], 0)
         most = max(most, in_flight)
     assert most == 3
+
+
+class NotedArrivals:
+    """Notes when each piece is said to be there."""
+
+    def __init__(self, cuda: RecordedCuda) -> None:
+        self.cuda, self.pieces = cuda, list[tuple[list[int], list[int]]]()
+
+    def read(self, targets: list[int], lengths: list[int]) -> None:
+        """Note the piece among the calls of the device."""
+        self.pieces.append((targets, lengths))
+        self.cuda.calls.append(("there", len(self.pieces)))
+
+
+def test_a_piece_is_digested_when_its_copy_has_landed_and_not_before() -> None:
+    cuda = RecordedCuda()
+    copier, wanted, arrivals = CudaCopier(HERE, cuda, 4000), items(5), NotedArrivals(cuda)
+    assert copier.copy(wanted, copier.mark(), lambda: False, cast(Arrivals, arrivals))
+    waits = [call[1] for call in cuda.calls if call[0] == "wait"]
+    assert [call[0] for call in cuda.calls if call[0] in ("wait", "there")] == (
+        ["wait", "there"] * len(waits)
+    )
+    assert len(waits) == len({*waits}) >= 5
+    spans = sorted(zip(*map(chain.from_iterable, zip(*arrivals.pieces, strict=True)), strict=True))
+    targets = sorted((target.data_ptr(), target.nbytes) for _, target in wanted)
+    assert sum(length for _, length in spans) == sum(length for _, length in targets)
+    assert {at for at, _ in targets} <= {at for at, _ in spans}
+
+
+@pytest.mark.usefixtures(each_way.__name__)
+def test_threads_digest_a_capture_from_a_device(tmp_path: Path) -> None:
+    smp = FakeSmp(tmp_path)
+    copier = CudaCopier(HERE, RecordedCuda(), 100_000, threads=3)
+    state = {"w": torch.rand(300_000), "odd": torch.rand(7), "strided": torch.rand(200, 300).t()}
+    manager = make_manager(smp, copier=copier)
+    manager.prepare(state)
+    snapshot = smp.grant(1)
+    manager.save(1, state)
+    smp.wait_ended()
+    assert smp.arena is not None
+    assert verify_shard(smp.arena.data(0), smp.sealed_records[snapshot], BLOCK) == []
+    manager.close()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        copier.pool.submit(int)
 
 
 def test_a_stop_leaves_nothing_in_flight() -> None:

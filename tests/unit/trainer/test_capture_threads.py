@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from itertools import accumulate, chain
 
 import numpy as np
@@ -12,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.arena import digest
+from megatron_ft.core.cores import MOST_THREADS
 from megatron_ft.core.identity import SealedRecord, SnapshotId
-from megatron_ft.trainer import fill
-from megatron_ft.trainer.copier import MOST_THREADS, Bytes, CopyItem, spare_threads
+from megatron_ft.trainer import copier, fill
+from megatron_ft.trainer.copier import Bytes, CopyItem, spare_threads
 from megatron_ft.trainer.fill import BlockRanges, VerifiedCopy, copy_in_threads
 
 BLOCK = 512
@@ -130,13 +130,7 @@ def test_a_copy_that_fails_is_an_error() -> None:
         copy_in_threads([CopyItem(torch.zeros(3), torch.zeros(4))])
 
 
-def test_ranks_share_the_cores_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cores, ranks, threads in (
-        (2, "1", 2),
-        (128, "8", MOST_THREADS),
-        (16, "8", 2),
-        (2, "8", 1),
-        (3, "", 3),
-    ):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, n=cores: set(range(n)))
-        assert spare_threads({"LOCAL_WORLD_SIZE": ranks}) == threads
+def test_more_threads_than_help_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, threads in ((1, 1), (12, 12), (128, MOST_THREADS)):
+        monkeypatch.setattr(copier, "own_cores", lambda n=cores: n)
+        assert spare_threads() == threads
