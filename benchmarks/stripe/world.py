@@ -16,7 +16,7 @@ import msgspec
 from benchmarks.stripe.rank import Answer, Done, Memory, Plan
 from megatron_ft.cli.doctor.facts import answers, last_words
 from megatron_ft.launchers.launcher import Placement
-from megatron_ft.supervisor.encoder_world import WorldStarter
+from megatron_ft.supervisor.encoder_processes import EncoderStarter
 from tests.support.networked_cluster import NetworkedCluster
 from tests.support.node_network import NodeNetwork
 
@@ -74,7 +74,7 @@ def measure(plan: Plan, transport: str, *, over_lo: bool = False, megabits: floa
         log, cluster = Path(at) / "log", NetworkedCluster(job, names)
         cluster.use_network(network)
         try:
-            world = WorldStarter(cluster, transport).start(placements, log)
+            world = EncoderStarter(cluster, transport).start(placements, log)
             status = asyncio.run(asyncio.wait_for(world.wait(), WORLD_SECONDS))
         finally:
             cluster.destroy()

@@ -121,7 +121,7 @@ class Evacuations:
         self._job, self._growths, self._grow_after = job, 0, 0.0
         self._launcher, self._members = job.launcher, job.members
         self._fleet, self._standing, self._pump = job.fleet, job.standing, job.pump
-        self._world, self._health = job.world, health
+        self._group, self._health = job.encoder_group, health
         self._redundant = bool(job.spec.scheme.parity_members)
         self._drained: set[str] = set()
         self._moving: tuple[m.Evacuate, int] | None = None
@@ -151,13 +151,13 @@ class Evacuations:
             if moves:
                 self._note(request, "moving", f"{node} is being evacuated ({request.reason})")
                 if seating.free:
-                    await self._world.prepare(self._members.active_without(node))
+                    await self._group.prepare(self._members.active_without(node))
                 reason = await self._capture()
                 seating = self._seating(node)
                 reason = reason or seating.against(node)
             if reason:
                 self._pump.permit_again()
-                self._world.drop_prepared()
+                self._group.drop_prepared()
                 self._refuse(request, reason)
                 continue
             self._members.take(self._members.seats.evacuate(node))

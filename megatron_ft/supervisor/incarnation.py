@@ -61,8 +61,8 @@ class Incarnation:
         job, plan, registration = self.job, self.plan, self.registration
         listeners = (registration.on_event, job.trainers.on_event, self.renewal.on_event)
         with job.fleet.listening(*listeners, self._on_declined):
-            if (self._encodes() or plan.reshaped) and not job.world.wanted:
-                job.world.start(plan.nodes)
+            if (self._encodes() or plan.reshaped) and not job.encoder_group.wanted:
+                job.encoder_group.start(plan.nodes)
             _, source = plan.describe()
             self.watch.begin_incarnation(job.members.seats.ranks, plan.decided, plan.behind, source)
             await self._start_trainers()
@@ -187,9 +187,9 @@ class Incarnation:
     def _narrow_world(self) -> None:
         """Replace an encoder world that a reshape needed on more nodes than train."""
         if self._encodes():
-            self.job.world.start(self.plan.active)
+            self.job.encoder_group.start(self.plan.active)
         else:
-            self.job.world.stop()
+            self.job.encoder_group.stop()
 
     async def _share_imports(self, node: str) -> None:
         """Have the hosts of spares import what the first trainer of a node has imported.

@@ -8,9 +8,10 @@ from typing import Any
 from megatron_ft.launchers.launcher import Launcher
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor.damage import DamagedShards
-from megatron_ft.supervisor.encoder_world import EncoderWorld, WorldKeeper
+from megatron_ft.supervisor.encoder_group import EncoderGroup
+from megatron_ft.supervisor.encoder_processes import EncoderProcesses
 from megatron_ft.supervisor.events import EventFacts, Observers
-from megatron_ft.supervisor.expected_world import ExpectedWorld
+from megatron_ft.supervisor.expected_encoders import ExpectedEncoders
 from megatron_ft.supervisor.fleet import Fleet
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.membership import Membership
@@ -29,20 +30,20 @@ class JobContext:
     state: JobState
     pump: SnapshotPump
     members: Membership
-    world: WorldKeeper
+    encoder_group: EncoderGroup
     trainers: TrainerFleet
 
     @classmethod
     def of(cls, spec: JobSpec, launcher: Launcher, state: JobState) -> JobContext:
         """The parts of this job; nothing is started."""
-        processes, observers = EncoderWorld(launcher, spec), Observers()
+        processes, observers = EncoderProcesses(launcher, spec), Observers()
         keys, scrub = JobKeys.derive(state.record.secret), spec.settings.scrub_percent
         fleet = Fleet(keys, observers, spec.timing, scrub)
-        encoders = ExpectedWorld(observers, processes.end)
+        encoders = ExpectedEncoders(observers, processes.end)
         pump = SnapshotPump(fleet, Standing(DamagedShards(observers)), encoders)
         members = Membership(spec, launcher, state, pump)
-        world = WorldKeeper(processes, encoders, fleet)
-        return cls(spec, launcher, state, pump, members, world, TrainerFleet(launcher, spec))
+        group = EncoderGroup(processes, encoders, fleet)
+        return cls(spec, launcher, state, pump, members, group, TrainerFleet(launcher, spec))
 
     @property
     def fleet(self) -> Fleet:
@@ -53,7 +54,7 @@ class JobContext:
         return self.pump.standing
 
     @property
-    def encoders(self) -> ExpectedWorld:
+    def encoders(self) -> ExpectedEncoders:
         return self.pump.encoders
 
     @property

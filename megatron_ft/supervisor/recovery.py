@@ -48,7 +48,7 @@ class Recovery:
         health: Health,
     ) -> None:
         self._spec, self._state = job.spec, job.state
-        self._job, self._members, self._world = job, job.members, job.world
+        self._job, self._members, self._group = job, job.members, job.encoder_group
         self._fleet, self._standing = job.fleet, job.standing
         self._disk, self._quarantine, self._health = disk, quarantine, health
 
@@ -298,7 +298,7 @@ class Recovery:
         fleet, disk = self._fleet, plan.disk
         if plan.decision.lost:
             await make_targets(fleet, plan, plan.lost())
-            self._world.start(plan.nodes)
+            self._group.start(plan.nodes)
             await self._job.encoders.ready()
             await rebuild(self._job, plan, snapshot)
         if disk is not None:

@@ -25,7 +25,7 @@ from megatron_ft.supervisor.events import (
     DroppedEvent,
     ReaderStalledEvent,
 )
-from megatron_ft.supervisor.expected_world import ExpectedWorld
+from megatron_ft.supervisor.expected_encoders import ExpectedEncoders
 from megatron_ft.supervisor.exposure import Fallbacks
 from megatron_ft.supervisor.fleet import HOLDER, REQUEST_TIMEOUT_SECONDS, Fleet
 from megatron_ft.supervisor.replicas import ReplicaWatch
@@ -54,7 +54,7 @@ class SnapshotPump:
     reason of the last one.  ``renewing`` while arenas give way to larger ones.
     """
 
-    def __init__(self, fleet: Fleet, standing: Standing, encoders: ExpectedWorld) -> None:
+    def __init__(self, fleet: Fleet, standing: Standing, encoders: ExpectedEncoders) -> None:
         self.fleet, self.standing, self.encoders = fleet, standing, encoders
         self.cycle: SnapshotCycle | None = None
         self.skips, self._emit = Skips(), fleet.observers.emit

@@ -97,7 +97,7 @@ class Supervisor:
         self._job = job = JobContext.of(spec, launcher, state)
         self.observers, self.members = job.observers, job.members
         self.fleet, self.pump, self.standing = job.fleet, job.pump, job.standing
-        self.trainers, self.world = job.trainers, job.world
+        self.trainers, self.encoder_group = job.trainers, job.encoder_group
         self.drains, self._disk = Drains(job), DiskRestores(spec, launcher)
         near = spec.settings.quarantine_iterations
         self._quarantine = QuarantinePolicy(state, job.pump, near, spec.checkpoint_dir)
@@ -152,7 +152,7 @@ class Supervisor:
         spec.log_dir.mkdir(parents=True, exist_ok=True)
         await self._number_above_restore_from()
         if spec.scheme.parity_members:
-            starter = self.world.encoders.starter
+            starter = self.encoder_group.processes.starter
             while (problem := await asyncio.to_thread(self._check_encoders)) is not None:
                 await self._await_scheduler(problem)
             if starter.over_tcp:
@@ -179,8 +179,8 @@ class Supervisor:
     async def _leave(self, end: Outcome | None) -> None:
         """End all processes but SMPs that keep something."""
         await self.drains.abandon()
-        self.world.drop_prepared()
-        self.world.stop()
+        self.encoder_group.drop_prepared()
+        self.encoder_group.stop()
         await self.trainers.kill_all()
         self.trainers.end_hosts()
         retired = end is not None and end.frees
@@ -192,7 +192,7 @@ class Supervisor:
     def _check_encoders(self) -> str | None:
         """Try an encoder world; the problem if the scheduler does not start one now."""
         try:
-            self.world.encoders.starter.check(self.spec.nodes)
+            self.encoder_group.processes.starter.check(self.spec.nodes)
         except MissingEnvironmentError as error:
             if not self._launcher.is_away(str(error)):
                 raise
@@ -251,7 +251,7 @@ class Supervisor:
             self._watch.clock.failed()
             self._ended = time.monotonic()
             await self._end_trainers(trained=progress >= 0)
-            self.world.stop()
+            self.encoder_group.stop()
 
     async def _until_end(self) -> End:
         """Recover and train; an error after which another start may succeed is a Failure."""
@@ -325,7 +325,7 @@ class Supervisor:
         source, emit = self._hosts, self.observers.emit
         if source is None:
             return False
-        self.world.stop()
+        self.encoder_group.stop()
         try:
             asked = await asyncio.to_thread(source.request, missing)
         except MegatronFTError as error:

@@ -18,7 +18,7 @@ from megatron_ft.launchers.launcher import Launcher, Placement
 from megatron_ft.launchers.mpirun import MpiLauncher, find_mpi
 from megatron_ft.launchers.process import LocalProcess
 from megatron_ft.launchers.world import WorldProcess
-from megatron_ft.supervisor.encoder_world import TcpWorldProcess
+from megatron_ft.supervisor.tcp_encoders import TcpEncoders
 
 JOB = "00112233-4455-6677-8899-aabbccddeeff"
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ PROGRAMS = ROOT / "tests" / "programs"
 BOTH = pytest.mark.parametrize("transport", [pytest.param(MPI, marks=pytest.mark.mpi), TCP])
 """A test for either transport; it asks for ``transport``."""
 
-World = WorldProcess | TcpWorldProcess
+World = WorldProcess | TcpEncoders
 
 
 @lru_cache
@@ -66,7 +66,7 @@ def start_world(
     if transport == TCP:
         folder.chmod(0o700)
         here = cast(Any, Here(folder))
-        return TcpWorldProcess.start(cast(Launcher, here), placements, folder / "log")
+        return TcpEncoders.start(cast(Launcher, here), placements, folder / "log")
     return WorldProcess.start(launcher(), JOB, placements, folder / "log", folder / "scratch")
 
 

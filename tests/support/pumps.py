@@ -9,7 +9,7 @@ from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import JobKeys
 from megatron_ft.supervisor.damage import DamagedShards
 from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.expected_world import ExpectedWorld
+from megatron_ft.supervisor.expected_encoders import ExpectedEncoders
 from megatron_ft.supervisor.fleet import Fleet
 from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.snapshots import SnapshotPump
@@ -27,7 +27,7 @@ def pump(
     kill: Callable[[str], None] = lambda world: None,
 ) -> SnapshotPump:
     of = fleet(timing, observers)
-    encoders = ExpectedWorld(of.observers, kill)
+    encoders = ExpectedEncoders(of.observers, kill)
     return SnapshotPump(of, Standing(DamagedShards(of.observers)), encoders)
 
 

@@ -23,7 +23,7 @@ from megatron_ft.erasure.transport import Transport
 from megatron_ft.erasure.world import join_world
 from megatron_ft.launchers.launcher import Launcher, Placement
 from megatron_ft.launchers.launcher_env import base_environment
-from megatron_ft.supervisor.encoder_world import WorldStarter
+from megatron_ft.supervisor.encoder_processes import EncoderStarter
 
 MESSAGE_BYTES = 1 << 16
 """More than fits into a first packet, so that it takes the way that parity takes."""
@@ -75,12 +75,12 @@ def _marker(token: str) -> tuple[int, int]:
 class TrialWorlds:
     """Starts trial worlds over nodes of ``launcher``; logs go to ``folder``.
 
-    ``transport`` is the one that the user wants, as for WorldStarter.
+    ``transport`` is the one that the user wants, as for EncoderStarter.
     """
 
     def __init__(self, launcher: Launcher, folder: Path, token: str, transport: str) -> None:
         self._folder, self._token = folder, token
-        self._starter = WorldStarter(launcher, transport)
+        self._starter = EncoderStarter(launcher, transport)
         self._count = 0
 
     async def examine(self, nodes: Sequence[str]) -> WorldFacts:

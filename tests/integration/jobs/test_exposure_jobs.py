@@ -68,7 +68,7 @@ class Losses:
     def _have(self, state: str) -> None:
         """A newest snapshot without parity, or one with it."""
         job, wanted = self.job, "local" if state == "local" else "protected"
-        encoders = job.supervisor.world.encoders
+        encoders = job.supervisor.encoder_group.processes
         start = encoders.start
         if state == "local":
             encoders.start = _refuse  # type: ignore[method-assign, assignment]

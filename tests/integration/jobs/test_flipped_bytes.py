@@ -88,7 +88,7 @@ def test_a_damaged_snapshot_that_waits_for_parity_is_in_the_way_of_none(
     made.append(job)
 
     def strike(job: Job) -> None:
-        processes, pump = job.supervisor.world.encoders, job.supervisor.pump
+        processes, pump = job.supervisor.encoder_group.processes, job.supervisor.pump
         start, processes.start = processes.start, _refuse  # type: ignore[method-assign, assignment]
         world = pump.encoders.usable
         job._loop.call_soon_threadsafe(pump.encoders.end, world, "the test ends it")

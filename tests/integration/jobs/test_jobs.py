@@ -301,7 +301,7 @@ def test_without_encoders_snapshots_go_on_locally(
     """Encoders that die again and again degrade protection, and stop nothing."""
 
     def no_more_worlds(job: Job) -> None:
-        job.supervisor.world.encoders.start = _refuse  # type: ignore[method-assign, assignment]
+        job.supervisor.encoder_group.processes.start = _refuse  # type: ignore[method-assign, assignment]
         kill_of_node("n0", "megatron_ft.erasure.worker")(job)
 
     job = Job(tmp_path, nodes=2, protect="xor:2", iterations=40)
@@ -318,7 +318,7 @@ def test_trainers_that_die_while_encoders_are_away_lose_no_commit(
     """Two slots: a protected snapshot, and a newer local one, which must outlive all trainers."""
 
     def no_more_worlds(job: Job) -> None:
-        encoders = job.supervisor.world.encoders
+        encoders = job.supervisor.encoder_group.processes
         start, encoders.start = encoders.start, _refuse  # type: ignore[method-assign, assignment]
         kill_of_node("n0", "megatron_ft.erasure.worker")(job)
         wait_until(job, lambda: "local" in _levels(job), "for a local snapshot")

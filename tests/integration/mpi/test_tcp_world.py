@@ -25,8 +25,8 @@ from megatron_ft.erasure.tcp import EXIT_PEER_GONE
 from megatron_ft.erasure.tcp_sockets import Word, packed
 from megatron_ft.launchers.launcher import Launcher, Placement
 from megatron_ft.rpc.sockets import SECRET_BYTES, JobKeys
-from megatron_ft.supervisor import encoder_world
-from megatron_ft.supervisor.encoder_world import TcpWorldProcess, world_status
+from megatron_ft.supervisor import tcp_encoders
+from megatron_ft.supervisor.tcp_encoders import TcpEncoders, world_status
 from tests.support.erasure_world import ROOT, Here, join
 
 TIMEOUT = 60.0
@@ -44,7 +44,7 @@ class World:
         argv = [sys.executable, str(ROOT / "tests/programs/meeting_rank.py"), str(folder)]
         placements = [Placement(f"n{i}", argv, env) for i in range(RANKS)]
         launcher = cast(Launcher, cast(Any, self.here))
-        self.handle = TcpWorldProcess.start(launcher, placements, folder / "log")
+        self.handle = TcpEncoders.start(launcher, placements, folder / "log")
         deadline = time.monotonic() + TIMEOUT
         while len(list(folder.glob("up*"))) < RANKS:
             assert self.handle.alive() and time.monotonic() < deadline, "the world does not start"
@@ -149,13 +149,13 @@ def test_a_rank_that_dies_ends_the_others_without_help(world: World) -> None:
 def test_a_rank_that_does_not_come_up_is_named_and_ends_the_world(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoder_world, "START_SECONDS", 3.0)
+    monkeypatch.setattr(tcp_encoders, "START_SECONDS", 3.0)
     tmp_path.chmod(0o700)
     up = [sys.executable, "-c", "from megatron_ft.erasure.world import join_world; join_world"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     placements = [Placement("n0", up, env), Placement("n1", ["sleep", "60"], env)]
     launcher = cast(Launcher, cast(Any, Here(tmp_path)))
-    handle = TcpWorldProcess.start(launcher, placements, tmp_path / "log")
+    handle = TcpEncoders.start(launcher, placements, tmp_path / "log")
     assert join(handle, TIMEOUT) != 0
     assert "do not listen after 3 s" in (tmp_path / "log").read_text()
     assert "[1]" in (tmp_path / "log").read_text() or "[0, 1]" in (tmp_path / "log").read_text()

@@ -14,7 +14,7 @@ from megatron_ft.checkpoint.decide import Decision, StripeState
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.events import Observers
-from megatron_ft.supervisor.expected_world import ExpectedWorld
+from megatron_ft.supervisor.expected_encoders import ExpectedEncoders
 from megatron_ft.supervisor.restore import RebuildError, RestorePlan
 from megatron_ft.supervisor.restore import rebuild as rebuild_lost
 from megatron_ft.supervisor.slot_choice import SlotChoice
@@ -53,7 +53,7 @@ class Nodes:
 
 def rebuild(*bodies: Any) -> None:
     async def story() -> None:
-        encoders = ExpectedWorld(Observers(), lambda name: None)
+        encoders = ExpectedEncoders(Observers(), lambda name: None)
         encoders.expect(WORLD, ())
         job: Any = SimpleNamespace(fleet=Nodes(*bodies), encoders=encoders, emit=Observers().emit)
         await asyncio.wait_for(rebuild_lost(job, PLAN, SNAPSHOT), 10)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from megatron_ft.rpc import messages as m
-from megatron_ft.supervisor import encoder_world, expected_world
-from megatron_ft.supervisor.encoder_world import (
+from megatron_ft.supervisor import encoder_group, expected_encoders
+from megatron_ft.supervisor.encoder_group import (
     FIRST_DELAY_SECONDS,
     LONGEST_DELAY_SECONDS,
-    WorldKeeper,
+    EncoderGroup,
 )
 from megatron_ft.supervisor.events import Observers
 from tests.support.pumps import pump
@@ -65,10 +65,10 @@ def delays(incarnations: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> li
         worlds: Any = Worlds(incarnations)
         # Not in the module time itself: the event loop reads that clock, too.
         clock = SimpleNamespace(monotonic=worlds.monotonic)
-        monkeypatch.setattr(encoder_world, "time", clock)
-        monkeypatch.setattr(encoder_world.asyncio, "sleep", worlds.sleep)
+        monkeypatch.setattr(encoder_group, "time", clock)
+        monkeypatch.setattr(encoder_group.asyncio, "sleep", worlds.sleep)
         of = pump(kill=worlds.end)
-        keeper = WorldKeeper(worlds, of.encoders, of.fleet)
+        keeper = EncoderGroup(worlds, of.encoders, of.fleet)
         keeper.start(["n0"])
         await worlds.over.wait()
         keeper.stop()
@@ -94,7 +94,7 @@ def test_a_cause_is_told_once_until_a_world_is_up_again(monkeypatch: pytest.Monk
     told: list[str] = []
     full = "[Errno 28] No space left on device: 'writers.json'"
 
-    def step(keeper: WorldKeeper, world: int) -> None:
+    def step(keeper: EncoderGroup, world: int) -> None:
         """The first five are refused, the sixth joins, and all end."""
         event = m.EncoderRefused("world", f"{full} {world}")
         if world < 5:
@@ -104,7 +104,7 @@ def test_a_cause_is_told_once_until_a_world_is_up_again(monkeypatch: pytest.Monk
 
     async def story() -> None:
         worlds: Any = Worlds([0.1] * 8)
-        monkeypatch.setattr(encoder_world.asyncio, "sleep", worlds.sleep)
+        monkeypatch.setattr(encoder_group.asyncio, "sleep", worlds.sleep)
         observers, count = Observers(), 0
         ended = worlds.ended
 
@@ -117,7 +117,7 @@ def test_a_cause_is_told_once_until_a_world_is_up_again(monkeypatch: pytest.Monk
         worlds.ended = until_end
         observers.subscribe(lambda event: told.append(f"{event.kind}: {event.text}"))
         of = pump(observers=observers, kill=worlds.end)
-        keeper = WorldKeeper(worlds, of.encoders, of.fleet)
+        keeper = EncoderGroup(worlds, of.encoders, of.fleet)
         keeper.start(["n0"])
         await worlds.over.wait()
         keeper.stop()
@@ -152,17 +152,17 @@ def test_a_world_that_is_not_up_in_time_is_ended_and_replaced(
     async def story() -> None:
         worlds: Any = Hanging([])
         worlds.name = "world"
-        monkeypatch.setattr(expected_world, "WORLD_TIMEOUT_SECONDS", 0.05)
-        monkeypatch.setattr(encoder_world, "FIRST_DELAY_SECONDS", 0.01)
+        monkeypatch.setattr(expected_encoders, "WORLD_TIMEOUT_SECONDS", 0.05)
+        monkeypatch.setattr(encoder_group, "FIRST_DELAY_SECONDS", 0.01)
         observers, again = Observers(), asyncio.Event()
         observers.subscribe(lambda event: told.append(f"{event.kind}: {event.text}"))
         of = pump(observers=observers, kill=worlds.end)
-        keeper = WorldKeeper(worlds, of.encoders, of.fleet)
+        keeper = EncoderGroup(worlds, of.encoders, of.fleet)
         keeper.start(["n0", "n1"])
         of.fleet.take(m.NodeEvent("n1", 0, m.EncoderHello(1, "world", 0)))
 
         def start(nodes: Sequence[str], incarnation: int) -> str:
-            monkeypatch.setattr(expected_world, "WORLD_TIMEOUT_SECONDS", 60.0)
+            monkeypatch.setattr(expected_encoders, "WORLD_TIMEOUT_SECONDS", 60.0)
             again.set()
             return "world"
 

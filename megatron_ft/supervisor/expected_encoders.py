@@ -13,7 +13,7 @@ WORLD_TIMEOUT_SECONDS = 120.0
 """Limit for the start of an encoder world, until each node's encoder has joined."""
 
 
-class ExpectedWorld:
+class ExpectedEncoders:
     """One world at a time, by its ``name``; ``nodes`` are its ranks 0, 1, ...
 
     ``joined`` is True once it was up, ``refused`` the reason why an SMP refused its encoder.
