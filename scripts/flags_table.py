@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write the generated pages of the documentation and the schema of the JSON section.
 
-scripts/flags_table.py          # writes settings.md, command-line.md, compatibility.md, the schema
+scripts/flags_table.py          # writes them
 scripts/flags_table.py --check  # exit code 1 if one of them is out of date
 """
 
@@ -30,10 +30,12 @@ from megatron_ft.config.json_section import (
     SECTION,
 )
 from megatron_ft.config.setting import Setting
+from megatron_ft.supervisor.metrics import METRICS, PREFIX
 
 ROOT = Path(__file__).parents[1]
 SETTINGS_PAGE = ROOT / "docs" / "reference" / "settings.md"
 COMMANDS_PAGE = ROOT / "docs" / "reference" / "command-line.md"
+METRICS_PAGE = ROOT / "docs" / "reference" / "metrics.md"
 COMPATIBILITY_PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 SCHEMA = ROOT / "deepspeed_ext" / "inmem_snapshot.schema.json"
 BEGIN = "<!-- written by scripts/flags_table.py -->"
@@ -136,6 +138,21 @@ def _code(lines: re.Match[str]) -> str:
     return f"\n```text\n{dedent(lines[0]).rstrip()}\n```\n"
 
 
+def metrics_table() -> str:
+    """Every metric of ``--metrics``, in Markdown."""
+    suffix = {"Counter": "_total", "Info": "_info"}
+    rows = [
+        (
+            f"`{PREFIX}{one.name}{suffix.get(one.kind, '')}`",
+            one.kind.lower(),
+            ", ".join(f"`{label}`" for label in one.labels),
+            one.text,
+        )
+        for one in METRICS
+    ]
+    return _table([("metric", "type", "labels", "meaning"), *rows])
+
+
 def schema() -> dict[str, Any]:
     """The JSON schema of the section."""
     properties: dict[str, Any] = {
@@ -188,6 +205,7 @@ def main() -> int:
     files = {
         SETTINGS_PAGE: page_with(SETTINGS_PAGE, settings_table()),
         COMMANDS_PAGE: page_with(COMMANDS_PAGE, commands()),
+        METRICS_PAGE: page_with(METRICS_PAGE, metrics_table()),
         COMPATIBILITY_PAGE: page_with(COMPATIBILITY_PAGE, _table(tested)),
         SCHEMA: json.dumps(schema(), indent=2) + "\n",
     }

@@ -62,6 +62,8 @@ from megatron_ft.supervisor.failure_domains import read_domains
 from megatron_ft.supervisor.job_state import JobState, state_folder
 from megatron_ft.supervisor.ledger import SUPERVISING
 from megatron_ft.supervisor.membership import NoSpareError
+from megatron_ft.supervisor.metrics import JobMetrics
+from megatron_ft.supervisor.metrics_outlet import MetricsFile, MetricsServer, outlet
 from megatron_ft.supervisor.notify import DEFAULT_KINDS, Notifier, kinds_of
 from megatron_ft.supervisor.outcome import Outcome
 from megatron_ft.supervisor.spec import JobSpec, raise_open_files
@@ -210,6 +212,18 @@ def _add_commands(group: argparse._ArgumentGroup) -> None:
         help=f"kinds of events for --notify-command (default: {', '.join(DEFAULT_KINDS)})",
     )
     group.add_argument(
+        "--metrics",
+        metavar="PORT|FILE",
+        help="serve Prometheus metrics at this port of this machine, or write them to a file for "
+        "node_exporter every ten seconds; needs the extra [metrics]",
+    )
+    group.add_argument(
+        "--metrics-token-file",
+        metavar="FILE",
+        type=Path,
+        help="open the --metrics port to other machines, for requests with the token in this file",
+    )
+    group.add_argument(
         "--health-command",
         metavar="CMD",
         type=_health_command,
@@ -309,6 +323,9 @@ def _supervise(
         EventLog(notes / EVENTS, str(state.record.job)).follow(supervisor.fleet)
         if arguments.notify_command:
             held.callback(_notifier(arguments, supervisor).close)
+        if arguments.metrics:
+            with _leaving_nothing(place):
+                held.callback(_metrics_of(arguments, supervisor).close)
         supervisor.observers.subscribe(end := RunSummary())
         try:
             code, ended = asyncio.run(_run(supervisor))
@@ -340,6 +357,15 @@ def _notifier(arguments: argparse.Namespace, supervisor: Supervisor) -> Notifier
         str(supervisor.state.record.job),
         supervisor.fleet,
     )
+
+
+def _metrics_of(
+    arguments: argparse.Namespace, supervisor: Supervisor
+) -> MetricsServer | MetricsFile:
+    metrics = JobMetrics(arguments.job)
+    supervisor.observers.subscribe(metrics.observe)
+    supervisor.summary.subscribe(metrics.update)
+    return outlet(metrics.page, arguments.metrics, arguments.metrics_token_file)
 
 
 @contextmanager

@@ -169,6 +169,13 @@ class SnapshotConfig:
         0,
         "iterations",
     )
+    exposed_iterations: int = whole(
+        0,
+        "A loss of one node that would cost more iterations than this is reported (event "
+        "`exposed`). 0: four intervals between snapshots, and 15 s at least.",
+        0,
+        "iterations",
+    )
     compare_replicas: int = whole(
         0,
         "Tensors that ranks must have alike are compared by digests in one of this many snapshots; "

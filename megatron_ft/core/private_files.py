@@ -160,8 +160,8 @@ def is_there(path: Path) -> bool:
     return path.parent.is_dir() and path.name in os.listdir(path.parent)
 
 
-def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Replace a file by one of mode 0600 with this content; a failure leaves the old one whole.
+def replace_file(path: Path, content: bytes, *, durable: bool = False, mode: int = 0o600) -> None:
+    """Replace a file by one with this content; a failure leaves the old one whole.
 
     With ``durable`` it is on stable storage on return.
     """
@@ -170,6 +170,7 @@ def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
     temporary.unlink(missing_ok=True)
     descriptor = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     with open(descriptor, "wb") as file:
+        os.fchmod(descriptor, mode)
         file.write(content)
         file.flush()
         if durable:

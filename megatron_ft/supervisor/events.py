@@ -29,6 +29,8 @@ KINDS: Mapping[str, str] = {
     "held": "a reader holds a snapshot, or a slot waits for its memory: new ones are skipped",
     "released": "snapshots are taken again",
     "given_up": "several snapshots in a row were given up",
+    "exposed": "a loss would cost more than the limit, for a reason that is given",
+    "protected_again": "a loss would no longer cost more than the limit",
     "paused": "snapshots were paused by command",
     "resumed": "snapshots were resumed by command",
     "interval": "the interval of snapshots was changed",

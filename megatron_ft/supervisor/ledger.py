@@ -162,7 +162,7 @@ def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def ledger(events: Sequence[LoggedEvent]) -> Ledger:
-    writer = _Writer()
+    writer = LedgerWriter()
     for at, event in timeline(events):
         writer.take(at, event)
     return writer.ledger
@@ -185,7 +185,7 @@ def timeline(events: Iterable[LoggedEvent]) -> Iterator[tuple[float, LoggedEvent
         yield last, event
 
 
-class _Writer:
+class LedgerWriter:
     """Cuts the time of a job into spans, event by event."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_KINDS = (
     *("incarnation_ended", "recovered", "node_lost", "spare_lost", "damaged", "drain_failed"),
-    *("quarantined", "holding", "finished", "stopped"),
+    *("exposed", "protected_again", "quarantined", "holding", "finished", "stopped"),
 )
 COMMAND_SECONDS = 30.0
 _MOST_WAITING = 100

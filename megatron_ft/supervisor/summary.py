@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_ft.supervisor.events import JobEvent
 from megatron_ft.supervisor.snapshots import SnapshotPump
 
+log = logging.getLogger(__name__)
+
+Report = Mapping[str, Any]
+
 
 class JobSummary:
     """One JSON object, made anew by each call of ``view``; ``reports`` add members to it."""
 
-    def __init__(self, pump: SnapshotPump, *reports: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, pump: SnapshotPump, *reports: Callable[[], Report]) -> None:
         self._pump, self._reports = pump, reports
+        self._subscribers: list[Callable[[Report], None]] = []
         self._late_ranks = ""
         pump.fleet.observers.subscribe(self._note_late_ranks)
+
+    def subscribe(self, subscriber: Callable[[Report], None]) -> None:
+        """Have ``subscriber`` get each summary that is published."""
+        self._subscribers.append(subscriber)
+
+    def publish(self) -> Report:
+        """Make the summary and pass it on; a subscriber that fails stops nobody."""
+        view = self.view()
+        for subscriber in self._subscribers:
+            try:
+                subscriber(view)
+            except Exception as error:
+                log.error("%r failed on the job's summary: %r", subscriber, error)
+        return view
 
     def view(self) -> dict[str, Any]:
         """The job as its supervisor sees it now."""
@@ -38,6 +58,8 @@ class JobSummary:
             "nodes": sorted(fleet.links),
             "idle": sorted(idle),
             "iteration": max(fleet.progress.values(), default=-1),
+            "iteration_seconds": fleet.heartbeats.iteration_seconds,
+            "interval": 0 if cycle is None else cycle.schedule.spacing,
             **of.standing.report(stripe_map),
             **exposure,
         }

@@ -14,9 +14,11 @@ import asyncio
 import json
 import os
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from megatron_ft.core.errors import (
     ConfigError,
@@ -54,6 +56,7 @@ from megatron_ft.supervisor.ends import (
 from megatron_ft.supervisor.evacuation import Evacuations
 from megatron_ft.supervisor.events import BackoffEvent, CommittedEvent, EndedEvent, JobEvent
 from megatron_ft.supervisor.evidence import EvidenceKeeper
+from megatron_ft.supervisor.exposure_alarm import ExposureAlarm
 from megatron_ft.supervisor.health import Health
 from megatron_ft.supervisor.incarnation import Incarnation
 from megatron_ft.supervisor.job_context import JobContext
@@ -119,8 +122,12 @@ class Supervisor:
         self.summary = JobSummary(
             job.pump,
             lambda: {"spares": sorted(self.members.free_spares()), "watch": self._watch.report},
+            lambda: {"exposed": self._alarm.rings},
             self.drains.report,
         )
+        parity = bool(spec.scheme.parity_members)
+        self._alarm = ExposureAlarm(spec.settings.exposed_iterations, parity=parity)
+        self.summary.subscribe(self._judge_exposure)
         self._reached, self._budget = -1, spec.budget
         self._ended = self._away_since = 0.0
 
@@ -225,10 +232,15 @@ class Supervisor:
         status = {
             "time": time.time(),
             "ended": ended,
-            "summary": self.summary.view(),
+            "summary": self.summary.publish(),
             "ranks": self.fleet.heartbeats.by_node(),
         }
         return json.dumps(status).encode()
+
+    def _judge_exposure(self, summary: Mapping[str, Any]) -> None:
+        if (ring := self._alarm.poll(time.monotonic(), summary)) is not None:
+            cost = {"iterations": ring.iterations, "seconds": ring.seconds}
+            self.observers.emit(ring.kind, ring.text, **cost)
 
     async def _put_status(self, status: bytes, seconds: float) -> None:
         write = partial(replace_file, self.state.folder / STATUS, status)
