@@ -18,7 +18,7 @@ from megatron_ft.cli.chaos.runner import TRAINING_MODULE
 from megatron_ft.cli.run_command import RunCommand
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp.event_sender import reported
+from megatron_ft.rpc.event_stream import reported
 from megatron_ft.supervisor.job_state import JobState
 from megatron_ft.supervisor.smp_link import SmpLink
 from megatron_ft.supervisor.supervisor import Supervisor

@@ -17,7 +17,7 @@ from megatron_ft.core.identity import SealedRecord, SnapshotId
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import RankPlace
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp.event_sender import EventBatch, EventInbox, Outbox
+from megatron_ft.rpc.event_stream import EventBatch, EventSubscription, Outbox
 from megatron_ft.supervisor.cycle import Action, Send, SnapshotCycle, SnapshotEnded
 from megatron_ft.supervisor.orders import stripe_orders
 from megatron_ft.supervisor.registration import new_stripes
@@ -52,7 +52,7 @@ def control_messages(shape: Shape) -> Tally:
     orders = stripe_orders(stripes, places, nodes)
     cycle, tally = SnapshotCycle(1, places, orders, Schedule(1)), Tally()
     outboxes = {node: Outbox(1 << 31) for node in nodes}
-    inboxes = {node: EventInbox() for node in nodes}
+    inboxes = {node: EventSubscription() for node in nodes}
     tables = {s: tuple(map(_record, st.members)) for st in stripes for s in st.members}
     waiting: list[Action] = list(cycle.propose(10, WORLD))
     while waiting:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp.event_sender import reported
+from megatron_ft.rpc.event_stream import reported
 
 EVENTS = (m.Sealed, m.CaptureCost, m.Encoded, m.OrderDone)
 """What nodes say by themselves for one snapshot."""

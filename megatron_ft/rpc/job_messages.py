@@ -328,21 +328,21 @@ class Status(Message, frozen=True):
 
 
 class Lease(Message, frozen=True):
-    """Heartbeat of the coordinator: valid ``seconds`` from ``heard``, then trainers are killed.
+    """Heartbeat of the coordinator: valid ``seconds`` from ``clock``, then trainers are killed.
 
-    ``heard`` is the newest ``clock`` that the coordinator has had from this SMP, 0 for none,
+    ``clock`` is that of the newest LeaseAnswer that has reached the coordinator, 0 for none,
     which grants nothing.  So a lease that lay in a queue, or that comes through while no
     answer does, is not longer than the coordinator knows.  ``scrub_percent`` is the share of one
-    core that the node's scrub may use, 0 for none.  ``told``: events of the node's ``stream`` up to
-    this number have arrived.
+    core that the node's scrub may use, 0 for none.  Events of the node's ``stream`` up to
+    the number ``acked_event`` have arrived.
     """
 
     incarnation: Count
     seconds: Seconds
-    heard: float = 0.0
+    clock: float = 0.0
     scrub_percent: float = 0.0
     stream: Count = 0
-    told: Count = 0
+    acked_event: Count = 0
 
 
 class HeldSnapshot(NamedTuple):
@@ -460,7 +460,7 @@ class NodeEvent(Message, frozen=True):
     """Something happened on ``node``; ``body`` is an event or several.
 
     ``first`` is its number, or that of the first thing of a report, in the SMP's ``stream`` of
-    events (smp/event_sender.py).
+    events (rpc/event_stream.py).
     """
 
     node: str

@@ -73,11 +73,11 @@ class LocalServer:
             await service.carry_out()
             return None
         if isinstance(message, PASSED_ON):
-            await service.events.emit(message)
+            await service.events.publish(message)
             return m.Noted() if isinstance(message, m.Restored | m.Ending) else None
         if isinstance(message, m.Restartable):
             service.survivors.enter(message, identity)
-            await service.events.emit(message)
+            await service.events.publish(message)
             return m.Ok()
         if isinstance(message, m.Released):
             service.survivors.released(message)
@@ -92,7 +92,7 @@ class LocalServer:
             if message.incarnation <= service.machine.highest_incarnation:
                 return await self._encoder_hello(identity, message)
             started = _start_time(message.pid)
-            await service.events.emit(m.EncoderWaits(message.world))
+            await service.events.publish(m.EncoderWaits(message.world))
             service.later(self._encoder_once_admitted(identity, message, started))
             return None
         if isinstance(message, m.Loaded):
@@ -115,7 +115,7 @@ class LocalServer:
                 "host's (docker, podman: `--pid host`)"
             )
         await self._admit_writer("trainer", message.shard_id, message.pid, identity)
-        await service.events.emit(message)
+        await service.events.publish(message)
         service.later(self._welcome_once_known(identity, message))
 
     async def _welcome_once_known(self, identity: bytes, message: m.Hello) -> None:
@@ -173,7 +173,7 @@ class LocalServer:
         if self._service.writers.find("trainer", message.shard_id) is None:
             raise ControlPlaneError(f"no trainer of {message.shard_id} has said hello here")
         self._service.preparing[message.shard_id] = identity
-        await self._service.events.emit(message)
+        await self._service.events.publish(message)
 
     async def _encoder_once_admitted(
         self, identity: bytes, message: m.EncoderHello, started: int
@@ -202,10 +202,10 @@ class LocalServer:
                         f"{writer.who} is: it was started for an earlier one"
                     )
             await self._admit_writer("encoder", message.world, message.pid, identity)
-            await service.events.emit(message)
+            await service.events.publish(message)
             return m.EncoderWelcome(str(service.job), node)
         except (MegatronFTError, OSError) as error:
-            await service.events.emit(m.EncoderRefused(message.world, str(error)))
+            await service.events.publish(m.EncoderRefused(message.world, str(error)))
             raise
 
     async def _admit_writer(self, role: str, who: str, pid: int, identity: bytes) -> None:

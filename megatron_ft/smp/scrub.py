@@ -148,7 +148,7 @@ class Scrub:
         self._said[shard_id, header.snapshot] = damage | known, time.monotonic()
         self._service.count_scrub(bad_blocks=fresh)
         log.error("%s of snapshot %s has bad blocks: %s", shard_id, header.snapshot, damage)
-        await self._service.events.emit(m.BadBlocks(shard_id, header.snapshot, len(damage)))
+        await self._service.events.publish(m.BadBlocks(shard_id, header.snapshot, len(damage)))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

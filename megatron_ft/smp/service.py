@@ -23,8 +23,8 @@ from megatron_ft.core.errors import ArenaError, ControlPlaneError, UntrustedFile
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.event_stream import EventPublisher, Send
 from megatron_ft.smp.effects import Effect, StorePermit, StoreSlot, ToCoordinator, ToTrainer
-from megatron_ft.smp.event_sender import EventSender, Send
 from megatron_ft.smp.heartbeats import NodeHeartbeats
 from megatron_ft.smp.node_folder import STATE_NAME, NodeState, remove_node_dir
 from megatron_ft.smp.processes import (
@@ -84,7 +84,12 @@ class SmpService:
         self._halted = False
         self.admitted = asyncio.Event()
         """Set, and replaced, when an incarnation has been admitted."""
-        self.events = EventSender(self.machine, send_event)
+        self.events = EventPublisher(
+            self.machine.node,
+            self.machine.shards,
+            lambda: self.machine.highest_incarnation,
+            send_event,
+        )
         self.send_local = send_local
         self._sending = asyncio.Lock()
         self._tasks: set[asyncio.Future[Any]] = set()
@@ -268,7 +273,7 @@ class SmpService:
             log.warning("reader %s has not run for %.0f s: its pin is dropped", name, STALL_SECONDS)
             self.readers.forget(name)
             self.machine.reader_gone(name)
-            await self.events.emit(m.ReaderStalled(name, STALL_SECONDS))
+            await self.events.publish(m.ReaderStalled(name, STALL_SECONDS))
 
     # The lease, and what an incarnation restores.
 
@@ -278,9 +283,9 @@ class SmpService:
 
     def renew_lease(self, lease: m.Lease) -> None:
         """Count from the clock of the last answer that arrived; an older one renews nothing."""
-        if lease.heard and self._lease_begun <= lease.heard <= time.monotonic():
-            self._lease_begun = lease.heard
-            self.lease_until = lease.heard + lease.seconds
+        if lease.clock and self._lease_begun <= lease.clock <= time.monotonic():
+            self._lease_begun = lease.clock
+            self.lease_until = lease.clock + lease.seconds
 
     async def watch_lease(self) -> None:
         """Kill the node's writers when the lease has run out: the coordinator is out of reach.
@@ -322,7 +327,7 @@ class SmpService:
         if isinstance(effect, StoreSlot | StorePermit):
             self.store.apply(effect)
         elif isinstance(effect, ToCoordinator):
-            await self.events.emit(effect.body)
+            await self.events.publish(effect.body)
         else:
             if isinstance(effect, ToTrainer):
                 writer = self.writers.find("trainer", effect.shard_id)

@@ -19,7 +19,7 @@ from typing import Any
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.procfs import PROC, read_stat
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp.event_sender import Send
+from megatron_ft.rpc.event_stream import Send
 from megatron_ft.smp.processes import SURVIVOR, WriterProcess, Writers
 from megatron_ft.smp.store import SOURCE_SUFFIX, SUFFIX
 

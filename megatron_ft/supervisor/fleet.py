@@ -18,8 +18,8 @@ import zmq.asyncio
 from megatron_ft.core.errors import ControlPlaneError, StaleIncarnationError
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.event_stream import EventSubscription
 from megatron_ft.rpc.sockets import JobKeys
-from megatron_ft.smp.event_sender import EventInbox
 from megatron_ft.supervisor.evacuation_requests import EvacuationRequests
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.hanging_drains import HangingDrains
@@ -70,7 +70,7 @@ class Fleet:
         self._keys, self._context = keys, zmq.asyncio.Context()
         self._context.set(zmq.MAX_SOCKETS, MOST_NODES)
         self._tasks: set[asyncio.Future[Any]] = set()
-        self._inboxes: dict[str, EventInbox] = {}
+        self._subscriptions: dict[str, EventSubscription] = {}
         self._listeners: list[EventListener] = []
         self._answer_listeners: list[AnswerListener] = []
         self._superseded = ""
@@ -81,8 +81,8 @@ class Fleet:
     def connect(self, node: str, endpoint: str) -> None:
         """Use ``endpoint`` for ``node`` from now on."""
         self.disconnect(node)
-        inbox = self._inboxes.setdefault(node, EventInbox())
-        link = self.link_type(self._context, node, endpoint, self._keys, self.take, inbox)
+        subscription = self._subscriptions.setdefault(node, EventSubscription())
+        link = self.link_type(self._context, node, endpoint, self._keys, self.take, subscription)
         self.links[node] = link
         self.keep(self._renew_lease(link))
 
@@ -133,7 +133,7 @@ class Fleet:
 
     async def _ask_answer(self, link: SmpLink, seconds: float) -> None:
         """Renew the lease of a node for so long, and take its answer."""
-        arrived = link.inbox.stream, link.inbox.number
+        arrived = link.subscription.stream, link.subscription.number
         lease = m.Lease(self.incarnation, seconds, link.clock, self.scrub_percent, *arrived)
         try:
             answer = await link.ask(lease, _ANSWER_INTERVALS * self.timing.heartbeat)

@@ -14,8 +14,8 @@ import zmq.asyncio
 
 from megatron_ft.core.errors import ArenaMemoryError, ControlPlaneError, NoRoomError
 from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.event_stream import EventSubscription
 from megatron_ft.rpc.sockets import JobKeys
-from megatron_ft.smp.event_sender import EventInbox
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ class SmpLink:
     Answers may come in any order, so heartbeats pass a request that takes long.
     ``last_heard`` is the monotonic time of the last frame from there, ``missed`` the number of
     heartbeats since then, ``clock`` the newest time of the node's own clock that a heartbeat has
-    brought, 0 before the first.  ``inbox`` is that of an earlier connection to the node, since its
-    SMP may be the same.
+    brought, 0 before the first.  ``subscription`` is that of an earlier connection to the node,
+    since its SMP may be the same.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class SmpLink:
         endpoint: str,
         keys: JobKeys,
         on_event: EventCallback,
-        inbox: EventInbox | None = None,
+        subscription: EventSubscription | None = None,
     ) -> None:
         self.node, self.endpoint = node, endpoint
         self.last_heard, self.missed = time.monotonic(), 0
         self.clock = 0.0
-        self.inbox = inbox or EventInbox()
+        self.subscription = subscription or EventSubscription()
         self._on_event = on_event
         self._numbers = itertools.count(1)
         self._pending: dict[bytes, asyncio.Future[Any]] = {}
@@ -109,7 +109,7 @@ class SmpLink:
 
     def receive(self, message: m.NodeEvent) -> None:
         """Hand on the new events of one message."""
-        for event in self.inbox.take(message):
+        for event in self.subscription.take(message):
             self._on_event(event)
 
     def _given_up(self) -> str:

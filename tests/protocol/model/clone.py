@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from megatron_ft.smp.event_sender import EventBatch, EventInbox, Outbox
+from megatron_ft.rpc.event_stream import EventBatch, EventSubscription, Outbox
 from megatron_ft.smp.slots import ShardSlots
 from megatron_ft.smp.state_machine import NodeMachine
 from megatron_ft.supervisor.cycle import SnapshotCycle
@@ -28,7 +28,7 @@ CHANGING = (
     NodeMachine,
     EventBatch,
     Outbox,
-    EventInbox,
+    EventSubscription,
     ShardSlots,
     MemoryArena,
     MemorySlot,

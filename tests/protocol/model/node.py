@@ -9,8 +9,8 @@ from typing import Any
 from megatron_ft.arena.format import SlotState
 from megatron_ft.core.errors import StaleIncarnationError
 from megatron_ft.rpc import messages as m
+from megatron_ft.rpc.event_stream import EventBatch, EventSubscription, Outbox
 from megatron_ft.smp import state_machine as e
-from megatron_ft.smp.event_sender import EventBatch, EventInbox, Outbox
 from megatron_ft.smp.slots import ShardSlots
 from megatron_ft.smp.state_machine import NodeMachine
 from tests.protocol.model.judge import Violation
@@ -55,7 +55,7 @@ class Node:
     late_answers: list[Any] = field(default_factory=list)
     reports: EventBatch = field(default_factory=EventBatch)
     outbox: Outbox = field(default_factory=Outbox)
-    inbox: EventInbox = field(default_factory=EventInbox)
+    inbox: EventSubscription = field(default_factory=EventSubscription)
 
     @property
     def pins_hold(self) -> tuple[Any, ...]:
@@ -126,7 +126,7 @@ class SmpSteps:
             return
         node.generation += 1
         node.expired = node.late = False
-        node.machine, node.inbox = NodeMachine(name, node.highest), EventInbox()
+        node.machine, node.inbox = NodeMachine(name, node.highest), EventSubscription()
         self._begin_stream(node)
         for arena in node.arenas.values():
             self._enter_arena(node, arena)
@@ -272,7 +272,7 @@ class SmpSteps:
             node.events.append(("event", incarnation, body))
 
     def _report(self, node: Node, incarnation: int, bodies: list[Any]) -> None:
-        """EventSender._leave."""
+        """EventPublisher._leave."""
         if bodies:
             node.events.append(("report", node.outbox.event(node.name, incarnation, bodies)))
 

@@ -10,7 +10,7 @@ from megatron_ft.checkpoint.decide import Decision
 from megatron_ft.core.errors import ControlPlaneError
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp.event_sender import EventInbox
+from megatron_ft.rpc.event_stream import EventSubscription
 from megatron_ft.supervisor.cycle import CyclePhase
 from tests.protocol.model.disk import DiskSteps
 from tests.protocol.model.drain import Checkpoint, Drain
@@ -260,7 +260,7 @@ class World(SmpSteps, DiskSteps):
         self.incarnation = Incarnation(self.incarnations, self.newest_incarnation + 1)
         for node in self.nodes.values():
             node.events.clear()
-            node.inbox = EventInbox()
+            node.inbox = EventSubscription()
         self.processes = {
             pid: p for pid, p in self.processes.items() if p.alive or not self._forgotten(p)
         }

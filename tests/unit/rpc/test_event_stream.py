@@ -12,16 +12,15 @@ import pytest
 
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.rpc.sockets import Peer
-from megatron_ft.smp.event_sender import (
+from megatron_ft.rpc.event_stream import (
     MOST_UNACKED,
     MOST_WAITED,
-    EventInbox,
-    EventSender,
+    EventPublisher,
+    EventSubscription,
     Outbox,
     reported,
 )
-from megatron_ft.smp.state_machine import NodeMachine
+from megatron_ft.rpc.sockets import Peer
 
 ONE = SnapshotId(1, 1)
 COORDINATOR = b"coordinator"
@@ -33,11 +32,11 @@ def word(name: str) -> Any:
 
 
 class Smp:
-    """EventSender of node ``n1`` in incarnation 1; ``sent`` is what left."""
+    """EventPublisher of node ``n1`` in incarnation 1; ``sent`` is what left."""
 
     def __init__(self, coordinator: bytes = COORDINATOR) -> None:
         self.sent: list[tuple[bytes, Any]] = []
-        self.sender = EventSender(NodeMachine("n1", 1), self._send)
+        self.sender = EventPublisher("n1", (), lambda: 1, self._send)
         self.sender.coordinator = coordinator
 
     async def _send(self, peer: Peer, body: m.Message) -> None:
@@ -45,11 +44,11 @@ class Smp:
 
     def tell(self, *bodies: Any) -> None:
         for body in bodies:
-            asyncio.run(self.sender.emit(body))
+            asyncio.run(self.sender.publish(body))
 
     def look(self, told: int = 0) -> None:
         stream = self.sender._outbox.stream
-        asyncio.run(self.sender.on_heartbeat(m.Lease(1, 60.0, stream=stream, told=told)))
+        asyncio.run(self.sender.on_heartbeat(m.Lease(1, 60.0, stream=stream, acked_event=told)))
 
     def heard(self) -> list[tuple[bytes, list[str]]]:
         """To whom, and the kinds of words in each message."""
@@ -137,7 +136,7 @@ class Path:
     told: int = 0
     owed: int = 0
     outbox: Outbox = field(default_factory=lambda: Outbox(1))
-    inbox: EventInbox = field(default_factory=EventInbox)
+    inbox: EventSubscription = field(default_factory=EventSubscription)
     queue: tuple[m.NodeEvent, ...] = ()
     beat: tuple[int, int] | None = None
     heard: tuple[int, ...] = ()
@@ -238,7 +237,7 @@ def confirmed_by_any(self: Outbox, stream: int, number: int) -> None:
     HEARD(self, self.stream, number)
 
 
-def taken_with_gaps(self: EventInbox, event: m.NodeEvent) -> list[m.NodeEvent]:
+def taken_with_gaps(self: EventSubscription, event: m.NodeEvent) -> list[m.NodeEvent]:
     """What came before it may come later."""
     if event.stream != self.stream:
         self.stream, self.number = event.stream, 0
@@ -247,25 +246,25 @@ def taken_with_gaps(self: EventInbox, event: m.NodeEvent) -> list[m.NodeEvent]:
     return new
 
 
-def taken_as_one_stream(self: EventInbox, event: m.NodeEvent) -> list[m.NodeEvent]:
+def taken_as_one_stream(self: EventSubscription, event: m.NodeEvent) -> list[m.NodeEvent]:
     """Words of an SMP that was replaced are taken for those of its successor."""
     self.stream = event.stream
     return TAKE(self, event)
 
 
-def taken_again(self: EventInbox, event: m.NodeEvent) -> list[m.NodeEvent]:
+def taken_again(self: EventSubscription, event: m.NodeEvent) -> list[m.NodeEvent]:
     """What has come is taken again."""
     TAKE(self, event)
     return reported(event)
 
 
-EVENT, HEARD, TAKE = Outbox.event, Outbox.arrived, EventInbox.take
+EVENT, HEARD, TAKE = Outbox.event, Outbox.arrived, EventSubscription.take
 MISTAKES: list[tuple[type, str, Callable[..., Any]]] = [
     (Outbox, "event", entrusted),
     (Outbox, "arrived", confirmed_by_any),
-    (EventInbox, "take", taken_with_gaps),
-    (EventInbox, "take", taken_as_one_stream),
-    (EventInbox, "take", taken_again),
+    (EventSubscription, "take", taken_with_gaps),
+    (EventSubscription, "take", taken_as_one_stream),
+    (EventSubscription, "take", taken_again),
 ]
 
 

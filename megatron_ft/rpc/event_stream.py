@@ -1,8 +1,8 @@
-"""Events of one SMP to its coordinator: one message for all ranks of a round, and none lost.
+"""The stream of events from an SMP to its coordinator: one message a round, and none lost.
 
-``EventBatch`` holds events back until those of the node's other ranks are there, ``Outbox``
-numbers them and keeps each until it has arrived, ``EventSender`` sends them.  ``EventInbox`` is
-the coordinator's end.
+``EventPublisher`` is the SMP's end.  Its ``EventBatch`` holds events back until those of the node's
+other ranks are there, its ``Outbox`` numbers them and keeps each until it has arrived.
+``EventSubscription`` is the coordinator's end; its heartbeats say what has arrived.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import Peer
-from megatron_ft.smp.state_machine import NodeMachine
 
 Send = Callable[[Peer, m.Message], Awaitable[Any]]
 """Sends one message to one peer; a peer that has left gets nothing."""
@@ -111,7 +110,7 @@ class Outbox:
         return m.NodeEvent(node, incarnation, body, self.stream, first)
 
 
-class EventInbox:
+class EventSubscription:
     """The coordinator's end: events of one node in their order, each once.  Pure.
 
     ``number`` is the last event of ``stream`` that has arrived with all before it.  An SMP that
@@ -142,15 +141,18 @@ def reported(event: m.NodeEvent) -> list[m.NodeEvent]:
     return [m.NodeEvent(event.node, event.incarnation, b, event.stream, n) for b, n in numbered]
 
 
-class EventSender:
-    """Sends the events of one SMP with ``send``, a server's.
+class EventPublisher:
+    """Sends the events of the SMP of ``node`` with ``send``, a server's.
 
+    ``shards`` are those of the node and ``incarnation`` gives the one that it obeys, at the time.
     ``coordinator`` is the peer that had the lease last, empty before the first.
     """
 
-    def __init__(self, machine: NodeMachine, send: Send) -> None:
+    def __init__(
+        self, node: str, shards: Collection[str], incarnation: Callable[[], int], send: Send
+    ) -> None:
         self.coordinator = b""
-        self._machine, self._send = machine, send
+        self._node, self._shards, self._incarnation, self._send = node, shards, incarnation, send
         self.begin_incarnation()
 
     def begin_incarnation(self) -> None:
@@ -158,20 +160,17 @@ class EventSender:
         self._batch, self._outbox = EventBatch(), Outbox(1 + secrets.randbits(31))
         self._early: list[Any] = []
 
-    async def emit(self, body: Any) -> None:
+    async def publish(self, body: Any) -> None:
         """Send an event: at once, or with the node's others, or once there is a coordinator."""
-        await self._leave(self._batch.add(body, self._machine.shards))
+        await self._leave(self._batch.add(body, self._shards))
 
     async def on_heartbeat(self, lease: m.Lease) -> None:
         """Drop the events that have arrived; send those that have waited or are missing."""
-        self._outbox.arrived(lease.stream, lease.told)
+        self._outbox.arrived(lease.stream, lease.acked_event)
         early, self._early = self._early, []
         await self._leave([*early, *self._batch.on_heartbeat()])
         if self._outbox.overdue():
-            machine = self._machine
-            await self._to_coordinator(
-                self._outbox.again(machine.node, machine.highest_incarnation)
-            )
+            await self._to_coordinator(self._outbox.again(self._node, self._incarnation()))
 
     async def _leave(self, bodies: list[Any]) -> None:
         """Send these as one message; nothing if there are none."""
@@ -179,10 +178,8 @@ class EventSender:
             # An encoder may find a restarted SMP before the coordinator does.
             self._early += bodies
         elif bodies:
-            machine = self._machine
-            await self._to_coordinator(
-                self._outbox.event(machine.node, machine.highest_incarnation, bodies)
-            )
+            event = self._outbox.event(self._node, self._incarnation(), bodies)
+            await self._to_coordinator(event)
 
     async def _to_coordinator(self, event: m.NodeEvent) -> None:
         await self._send((self.coordinator, b""), event)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
-from megatron_ft.smp.event_sender import MOST_WAITED, EventBatch
+from megatron_ft.rpc.event_stream import MOST_WAITED, EventBatch
 from tests.protocol.model.memory import record_of
 
 SHARDS = ("dp0", "dp1", "dp2")
