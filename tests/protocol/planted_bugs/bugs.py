@@ -70,8 +70,10 @@ BUGS = (
         "a shard is sealed before its tensors are copied",
         (
             Edit(
-                "            record = self._seal(run) if self._copy(run) else None\n",
-                "            record = self._seal(run)\n            self._copy(run)\n",
+                "            record = self._seal(run, arrivals) "
+                "if self._copy(run, arrivals) else None\n",
+                "            record = self._seal(run, arrivals)\n"
+                "            self._copy(run, arrivals)\n",
             ),
         ),
         "bit-exact oracle of captures",
