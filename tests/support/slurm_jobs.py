@@ -13,16 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.core import procfs
-from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.launchers.virtual import default_root
-from tests.support.jobs import EXAMPLE, ROOT, Result, WarmCluster, read_losses
+from tests.support.jobs import ROOT, WarmCluster
+from tests.support.printed_jobs import WAIT_SECONDS, PrintedJob
 from tests.support.slurm_cluster import SlurmCluster, missing
-from tests.support.warm_host import is_client
 
 SCRIPTS = ROOT / "scripts" / "slurm"
 ITERATIONS = 40
-WAIT_SECONDS = 200.0
 _MISSING = missing()
 NEEDS_SLURM = [
     pytest.mark.slurm,
@@ -34,8 +31,8 @@ NEEDS_SLURM = [
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL")
 
 
-class SlurmJob:
-    """One submitted job whose training command is the plain PyTorch example.
+class SlurmJob(PrintedJob):
+    """One submitted job.
 
     Without a ``site`` of its own its trainers are forked from the tests' host, if there is one.
 
@@ -60,14 +57,13 @@ class SlurmJob:
         script: str = "pretrain_gpt_inmem.sbatch",
         bare: bool = False,
     ) -> None:
-        self.cluster, self.folder, self.name = cluster, folder, name
-        self.losses, self.output = folder / "losses.jsonl", folder / "job.out"
-        example = [EXAMPLE, "--iterations", iterations, "--losses", self.losses]
-        example += ["--width", 64, "--iteration-seconds", iteration_seconds]
-        command: Sequence[object] = [sys.executable, *example]
+        super().__init__(folder, name)
+        self.cluster = cluster
+        example = self.example(iterations, iteration_seconds)
+        command: Sequence[str] = [sys.executable, *example]
         if WarmCluster.warm is not None and not site:
             run_flags += " --trainer-per-node"
-            command = WarmCluster.stub(*map(str, example))
+            command = WarmCluster.stub(*example)
         variables = {
             # Interfaces of other tests come and continue this machine.
             "OMPI_MCA_btl_tcp_if_include": "lo",
@@ -79,7 +75,7 @@ class SlurmJob:
             "PROTECT": "xor:2",
             "STATE_DIR": str(folder / "state"),
             "DRAIN_DIR": str(folder / "drained"),
-            "TRAIN": " ".join(map(str, command)),
+            "TRAIN": " ".join(command),
             **(site or {}),
         }
         words = [f"--nodes={nodes}", f"--job-name={name}", f"--output={self.output}", *flags]
@@ -92,12 +88,8 @@ class SlurmJob:
         words = ["sbatch", "--parsable", *words, str(path)]
         self.id = cluster.run(*words, more=variables).strip()
 
-    def text(self) -> str:
-        return self.output.read_text() if self.output.exists() else ""
-
-    def until_printed(self, words: str, times: int = 1) -> None:
-        """Wait for the words in the job's output, so many times."""
-        self.until(f"{words!r} in the output", lambda: self.text().count(words) >= times)
+    def over(self) -> str:
+        return state if (state := self.state()) in ENDED else ""
 
     def until_state(self, *states: str) -> str:
         """Wait until Slurm says one of these; which."""
@@ -118,30 +110,13 @@ class SlurmJob:
     def state(self) -> str:
         return self.cluster.job_state(self.id)
 
-    def until(self, what: str, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not condition():
-            state = self.state()
-            over = state in ENDED or time.monotonic() > deadline
-            assert condition() or not over, f"no {what} ({state})\n{self.story()}"
-            # Neither a file nor Slurm tells anybody of news.
-            time.sleep(0.3)
-
     def start_now(self, *changes: str) -> None:
         """Start a job that was requeued, changed; Slurm would let it wait for two minutes."""
         self.until_state("PENDING")
         self.cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now", *changes)
 
-    def story(self) -> str:
-        """For a test that failed: what the job and its processes printed."""
-        logs = sorted((self.folder / "state").glob("*/logs/*"))
-        ends = [f"== {log.name}\n{log.read_text(errors='replace')[-800:]}" for log in logs]
-        return "\n".join([self.text(), *ends])
-
     def kill_rank(self, rank: int) -> None:
-        found = [pid for pid in procfs.own_processes() if self._is_trainer(pid, rank)]
-        assert len(found) == 1, (found, self.story())
-        os.kill(found[0], signal.SIGKILL)
+        os.kill(self.trainer(rank), signal.SIGKILL)
 
     def lose_node(self, node: str) -> None:
         """Everything on the node dies, its slurmd included, and its memory is gone."""
@@ -156,14 +131,6 @@ class SlurmJob:
             assert found == state, f"{found}\n{self.story()}"
         finally:
             self.cluster.start_node(node)
-
-    def _is_trainer(self, pid: int, rank: int) -> bool:
-        env = procfs.read_environment(pid)
-        if env.get(JOB) != self.name or env.get("RANK") != str(rank) or NODE not in env:
-            return False
-        if is_client(pid):
-            return False  # it stands for the trainer
-        return os.readlink(f"/proc/{pid}/exe") == os.path.realpath(sys.executable)
 
     def tell(self, signal_name: str, task: str = "") -> None:
         """Signal the batch script, as a user or Slurm does; in an array that of ``task``.
@@ -185,9 +152,6 @@ class SlurmJob:
         left = self.cluster.run(*query, "--format=%N").strip()
         names = set(self.cluster.run("scontrol", "show", "hostnames", left).split())
         return names & {s.split()[0] for s in steps if s.endswith("megatron-ft-deputy")}
-
-    def result(self) -> Result:
-        return read_losses(self.losses)
 
 
 def _with_variables(script: Path, variables: Mapping[str, str], into: Path) -> Path:
