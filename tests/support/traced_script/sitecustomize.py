@@ -49,9 +49,9 @@ def stand_in() -> None:
 
 def prepare_deepspeed() -> None:
     """Keep DeepSpeed, which was imported, from compiling."""
-    from deepspeed_ext import cpu
+    from deepspeed_ext import hooks
 
-    cpu.prepare()
+    hooks.prepare_cpu()
 
 
 def trace_megatron() -> None:
