@@ -44,29 +44,28 @@ EXIT_CODES: Mapping[int, str] = {
 _INTERRUPTED = 130
 
 
+_NUMBERS = (
+    ("--tp", 1, "tensor parallel size"),
+    ("--pp", 1, "pipeline parallel size"),
+    ("--nodes", 4, "nodes that train"),
+    ("--ranks-per-node", 1, "trainers a node"),
+    ("--iterations", 80, "length"),
+    ("--seed", 0, "who is hit, and when"),
+    (
+        "--lose",
+        1,
+        "nodes lost at once; more than the protection covers shows how the job refuses to continue",
+    ),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--tp", type=int, default=1, help="tensor parallel size (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--pp", type=int, default=1, help="pipeline parallel size (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--nodes", type=int, default=4, help="nodes that train (default: %(default)s)"
-    )
+    for flag, default, text in _NUMBERS:
+        shown = f"{text} (default: %(default)s)"
+        parser.add_argument(flag, type=int, default=default, help=shown)
     parser.add_argument("--spares", type=int, help="nodes in reserve (default: what --lose takes)")
     parser.add_argument(
-        "--ranks-per-node", type=int, default=1, help="trainers a node (default: %(default)s)"
-    )
-    parser.add_argument(
         "--protect", default="rs:3+1", help="xor:N, rs:K+M or replica:R (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--lose",
-        type=int,
-        default=1,
-        help="nodes lost at once; more than the protection covers shows how the job refuses to "
-        "continue (default: %(default)s)",
     )
     parser.add_argument(
         "--reshape",
@@ -78,10 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--corrupt",
         action="store_true",
         help="instead of the three faults: a bit of a live weight is wrong on one node, silently",
-    )
-    parser.add_argument("--iterations", type=int, default=80, help="length (default: %(default)s)")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="who is hit, and when (default: %(default)s)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report there")
 
