@@ -102,7 +102,7 @@ def test_the_same_command_takes_over_and_another_does_not(folder: Folder) -> Non
     again = folder.run(first)
     said, _ = again.communicate(timeout=60)
     assert again.returncode == 0 and f"megatron-ft: job {kept.name}\n" in said, said
-    assert {event["incarnation"] for event in read_events(kept / EVENTS).events} >= {1, 2}, said
+    assert {event.incarnation for event in read_events(kept / EVENTS).events} >= {1, 2}, said
     assert len(list(folder.state.glob(f"*/{EVENTS}"))) == 2
 
 
