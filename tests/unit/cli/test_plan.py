@@ -51,10 +51,10 @@ def forecast(scheme: str, **changed: Any) -> Forecast:
 @pytest.mark.parametrize(
     ("scheme", "nodes", "mtbf", "share"),
     [
-        ("xor:4", 8, 600, 1.0),
+        pytest.param("xor:4", 8, 600, 1.0, marks=pytest.mark.all_layouts),
         ("xor:4", 11, 400, 0.8),
-        ("replica:2", 12, 300, 1.0),
-        ("rs:6+2", 16, 200, 1.0),
+        pytest.param("replica:2", 12, 300, 1.0, marks=pytest.mark.all_layouts),
+        pytest.param("rs:6+2", 16, 200, 1.0, marks=pytest.mark.all_layouts),
         ("rs:2+2", 12, 60, 0.7),
         ("none", 4, 12000, 0.05),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from megatron_ft.core.errors import ConfigError, LayoutMismatchError
 from megatron_ft.trainer import restore
 from megatron_ft.trainer.addresses import local_tensor
 from tests.support.captures import WAIT, FakeSmp, bits, make_manager
+from tests.support.warm_host import Request, WarmHost
 
 WORLD = 2
 
@@ -122,18 +122,12 @@ def check_halves(stored_bytes: int, state: dict[str, Any]) -> None:
     assert expected <= stored_bytes < expected + 2048
 
 
-def test_split_tensors_are_restored_from_all_parts(tmp_path: Path) -> None:
-    command = [sys.executable, __file__]
-    ranks = [subprocess.Popen([*command, str(r), str(tmp_path)]) for r in range(WORLD)]
-    try:
-        assert [rank.wait(timeout=150) for rank in ranks] == [0] * WORLD
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+def test_split_tensors_are_restored_from_all_parts(warm_host: WarmHost, tmp_path: Path) -> None:
+    entry, logs = f"{__name__}:main", str(tmp_path / "logs")
+    outcome = warm_host.run(Request(entry, [str(tmp_path)], WORLD, logs, 150.0))
+    assert not any(outcome.codes), outcome.story()
 
 
-if __name__ == "__main__":
-    trainer(int(sys.argv[1]), sys.argv[2])
-    # Without torch's own end: a thread of its process groups may still run, and then aborts it.
-    os._exit(0)
+def main() -> None:
+    """One rank, whose folder is its argument."""
+    trainer(int(os.environ["RANK"]), sys.argv[1])
