@@ -28,7 +28,7 @@ from megatron_ft.core import private_files
 from megatron_ft.core.errors import TransportError
 from megatron_ft.core.isal import Bytes
 from megatron_ft.erasure.rank_bootstrap import Listening, RankBootstrap
-from megatron_ft.erasure.tcp_sockets import IO_THREADS, Outlet, Word, WorldMessage, receive_all
+from megatron_ft.erasure.tcp_sockets import IO_THREADS, FrameType, Outlet, WorldMessage, receive_all
 from megatron_ft.erasure.transport import Pending, wrong_length
 from megatron_ft.rpc.sockets import MOST_BYTES
 
@@ -179,7 +179,7 @@ class TcpWorld:
             self._leaving = True
             met = dict(self._outlets)
         for outlet in met.values():
-            outlet.send(Word.LEAVE, self.rank)
+            outlet.send(FrameType.LEAVE, self.rank)
         with self._left:
             self._left.wait_for(lambda: self._gone >= met.keys(), LEAVE_SECONDS)
         for outlet in self._outlets.values():
@@ -194,7 +194,7 @@ class TcpWorld:
         if peer == self.rank:
             self.mailbox.arrived(peer, tag, memoryview(buffer.tobytes()))
             return Sent(peer, 0)
-        number, tracker = self._outlet(peer).send(Word.DATA, self.rank, tag, buffer)
+        number, tracker = self._outlet(peer).send(FrameType.DATA, self.rank, tag, buffer)
         return Sent(peer, number, tracker)
 
     def _outlet(self, peer: int) -> Outlet:
@@ -209,11 +209,11 @@ class TcpWorld:
             return self._outlets[peer]
 
     def _arrived(self, arrival: WorldMessage) -> None:
-        if arrival.word is Word.DATA:
+        if arrival.kind is FrameType.DATA:
             self.mailbox.arrived(arrival.source, arrival.tag, arrival.body)
-        elif arrival.word is Word.TAKEN:
+        elif arrival.kind is FrameType.TAKEN:
             self.mailbox.peer_took(arrival.source)
-        elif arrival.word is Word.LEAVE:
+        elif arrival.kind is FrameType.LEAVE:
             self._is_gone(arrival.source)
         elif not self._joined.is_set():
             self._endpoints = msgspec.json.decode(arrival.body, type=list[str])
@@ -221,7 +221,7 @@ class TcpWorld:
 
     def _tell_taken(self, peer: int) -> None:
         if peer != self.rank:
-            self._outlet(peer).send(Word.TAKEN, self.rank)
+            self._outlet(peer).send(FrameType.TAKEN, self.rank)
 
     def _is_gone(self, peer: int) -> None:
         with self._left:

@@ -40,8 +40,8 @@ _EVENTS = (
 _HEADER = struct.Struct("<BxxxII")
 
 
-class Word(IntEnum):
-    """Meaning of a message: the first byte of its header, before the sender's rank and a tag."""
+class FrameType(IntEnum):
+    """Kind of a message: the first byte of its header, before the sender's rank and a tag."""
 
     TABLE = 0
     """Endpoints of all ranks, in JSON; from the supervisor."""
@@ -55,15 +55,15 @@ class Word(IntEnum):
 class WorldMessage(NamedTuple):
     """One message; ``body`` is what follows the header."""
 
-    word: Word
+    kind: FrameType
     source: int
     tag: int
     body: memoryview
 
 
-def packed(word: Word, source: int, tag: int = 0) -> bytes:
+def packed(kind: FrameType, source: int, tag: int = 0) -> bytes:
     """A header."""
-    return _HEADER.pack(word, source, tag)
+    return _HEADER.pack(kind, source, tag)
 
 
 def send_table(keys: JobKeys, endpoints: Sequence[str], linger_seconds: float) -> None:
@@ -74,7 +74,7 @@ def send_table(keys: JobKeys, endpoints: Sequence[str], linger_seconds: float) -
             socket = context.socket(zmq.PUSH)
             socket.linger = int(linger_seconds * 1000)
             keys.connect(socket, endpoint)
-            socket.send_multipart([packed(Word.TABLE, 0), table])
+            socket.send_multipart([packed(FrameType.TABLE, 0), table])
             socket.close()
 
 
@@ -105,8 +105,8 @@ def receive_all(
                 return
             try:
                 header, body = frames
-                word, source, tag = _HEADER.unpack(header.buffer)
-                arrival = WorldMessage(Word(word), source, tag, body.buffer)
+                kind, source, tag = _HEADER.unpack(header.buffer)
+                arrival = WorldMessage(FrameType(kind), source, tag, body.buffer)
             except (ValueError, struct.error) as error:
                 on_error(f"a message that is none of ours: {error}")
             else:
@@ -141,15 +141,15 @@ class Outlet:
         keys.connect(socket, endpoint)
 
     def send(
-        self, word: Word, source: int, tag: int = 0, body: Bytes | bytes = b""
+        self, kind: FrameType, source: int, tag: int = 0, body: Bytes | bytes = b""
     ) -> tuple[int, zmq.MessageTracker]:
         """Start sending; how many messages with data were sent now, and a tracker.
 
         The tracker is done when ``body`` is not read any more.
         """
         with self._lock:
-            self._messages += word is Word.DATA
-            self._socket.send(packed(word, source, tag), zmq.SNDMORE)
+            self._messages += kind is FrameType.DATA
+            self._socket.send(packed(kind, source, tag), zmq.SNDMORE)
             tracker: zmq.MessageTracker = self._socket.send(body, copy=False, track=True)
             return self._messages, tracker
 

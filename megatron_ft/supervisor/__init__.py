@@ -1,1 +1,1 @@
-"""The supervisor of a job: incarnations, the coordinator, recovery, drains."""
+"""The supervisor of a job: its SMPs, incarnations, snapshots, recovery, drains."""

@@ -1,6 +1,6 @@
 """One snapshot from permit to commit, as decisions without input or output.
 
-The coordinator feeds events and answers in and performs the actions that come out; the model
+SnapshotPump feeds events and answers in and performs the actions that come out; the model
 test does the same with random interleavings.  There is at most one snapshot under way::
 
     IDLE --propose--> CAPTURING --all sealed--> ENCODING --all encoded--> COMMITTING --> IDLE

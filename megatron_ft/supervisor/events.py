@@ -1,4 +1,4 @@
-"""Events of a job, and the observers that get them from the supervisor and its coordinator."""
+"""Events of a job, and the observers that get them from the supervisor."""
 
 from __future__ import annotations
 

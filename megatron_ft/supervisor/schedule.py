@@ -283,7 +283,7 @@ class Pacing:
         self._failures += 1
 
     def on_event(self, event: m.NodeEvent) -> None:
-        """A listener of the coordinator: takes what captures have cost, and how late they made
+        """A listener of the Fleet: takes what captures have cost, and how late they made
         iterations."""
         body, schedule, governor = event.body, self._schedule, self._governor
         if schedule is not None and isinstance(body, m.Slowed):

@@ -22,7 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from megatron_ft.erasure.rank_bootstrap import Listening, RankBootstrap
 from megatron_ft.erasure.tcp import EXIT_PEER_GONE
-from megatron_ft.erasure.tcp_sockets import Word, packed
+from megatron_ft.erasure.tcp_sockets import FrameType, packed
 from megatron_ft.launchers.launcher import Launcher, Placement
 from megatron_ft.rpc.sockets import SECRET_BYTES, JobKeys
 from megatron_ft.supervisor import tcp_encoders
@@ -83,8 +83,8 @@ def knock(endpoint: str, keys: JobKeys | None) -> int:
         intruder.connect(endpoint)
     else:
         keys.connect(intruder, endpoint)
-    intruder.send_multipart([packed(Word.TABLE, 0), b'["tcp://127.0.0.1:9"]'])
-    intruder.send_multipart([packed(Word.DATA, 1, 1), b"x"])
+    intruder.send_multipart([packed(FrameType.TABLE, 0), b'["tcp://127.0.0.1:9"]'])
+    intruder.send_multipart([packed(FrameType.DATA, 1, 1), b"x"])
     assert monitor.poll(int(TIMEOUT * 1000)), "no end of the handshake"
     event = recv_monitor_message(monitor)["event"]
     intruder.disable_monitor()
