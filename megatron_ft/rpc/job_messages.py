@@ -361,8 +361,8 @@ class LeaseAnswer(Message, frozen=True):
     ``crowded`` that the last protected snapshot is in the way.  ``held`` is what all shards of the
     node have committed.
     ``rewind`` is the user's request on which the present coordinator has not acted yet.
-    ``pulses`` maps shard ids to their trainers' heartbeats.  ``evacuations`` are the requests that
-    came to this SMP since the present coordinator began.
+    ``heartbeats`` are those of trainers, by shard.  ``evacuations`` are the requests that came to
+    this SMP since the present coordinator began.
     ``unmade`` says that a Grant would be refused now, until a further slot has memory; ``shortage``
     is why none could be had the last time, "" if there was enough.
     ``missing`` says which arena has no file any more, "" if none: the node then holds nothing.
@@ -376,7 +376,7 @@ class LeaseAnswer(Message, frozen=True):
     clock: float
     pinned: bool = False
     rewind: int | None = None
-    pulses: dict[str, PulseReport] = {}
+    heartbeats: dict[str, PulseReport] = {}
     crowded: bool = False
     held: tuple[HeldSnapshot, ...] = ()
     evacuations: tuple[Evacuate, ...] = ()

@@ -182,7 +182,7 @@ class ControlServer:
             clock=time.monotonic(),
             pinned=machine.held_back(),
             rewind=service.rewind,
-            pulses=service.heartbeats.reports(),
+            heartbeats=service.heartbeats.reports(),
             crowded=machine.crowded(),
             held=() if missing else machine.held(),
             evacuations=tuple(service.evacuations.values()),

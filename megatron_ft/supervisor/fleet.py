@@ -152,7 +152,7 @@ class Fleet:
         """Note what a node says, and pass it on."""
         before, self.answers[answer.node] = self.answers.get(answer.node), answer
         self.progress.update(answer.progress)
-        self.heartbeats.record(answer.node, answer.pulses)
+        self.heartbeats.record(answer.node, answer.heartbeats)
         self.hanging_drains.note(answer.node, answer.hanging)
         for request in answer.evacuations:
             self.evacuations.ask(request)

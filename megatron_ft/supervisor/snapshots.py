@@ -173,24 +173,34 @@ class SnapshotPump:
 
     def _next(self, cycle: SnapshotCycle) -> list[Action]:
         """Begin what is due: parity of the newest local snapshot, or a new one if it has room."""
-        interval = cycle.schedule.spacing
-        fastest = self.fastest(cycle)
-        standing, world, halt = self.standing, self.encoders.usable, self._standstill
-        newest = standing.committed
-        if self.renewing or (halt is not None and halt.ended.done()):
+        halt = self._standstill
+        over = self.replicas.differ.is_set()  # this incarnation is about to end
+        if over or self.renewing or (halt is not None and halt.ended.done()):
             return []
         if self._unprotectable(cycle) or self.crowded or self.unmade:
             halt = None  # until there is room for it and its parity, snapshots are taken as ever
-        if self.replicas.differ.is_set():
-            return []  # this incarnation is about to end
-        if halt is None and newest is not None and newest.level == "local" and world:
-            tries = self._protect_tries.get(newest.snapshot, 0)
-            tries = MOST_PROTECT_TRIES if standing.newest_is_damaged() else tries
-            if tries < MOST_PROTECT_TRIES and (actions := cycle.protect(*newest[:2], world)):
-                self._first_try = self._first_try if tries else time.monotonic()
-                self._protect_tries = {newest.snapshot: tries + 1}
-                return actions
-        lost = standing.beyond_repair(cycle.nodes, cycle.stripe_map)
+        actions = self._protect(cycle) if halt is None else []
+        return actions or self._permit(cycle, halt)
+
+    def _protect(self, cycle: SnapshotCycle) -> list[Action]:
+        """Give parity to the newest snapshot if it is a local one, unless that fails each time."""
+        newest, world = self.standing.committed, self.encoders.usable
+        if newest is None or newest.level != "local" or not world:
+            return []
+        tries = self._protect_tries.get(newest.snapshot, 0)
+        if tries >= MOST_PROTECT_TRIES or self.standing.newest_is_damaged():
+            return []
+        actions = cycle.protect(*newest[:2], world)
+        if actions:
+            self._first_try = self._first_try if tries else time.monotonic()
+            self._protect_tries = {newest.snapshot: tries + 1}
+        return actions
+
+    def _permit(self, cycle: SnapshotCycle, halt: Standstill | None) -> list[Action]:
+        """Permit the next snapshot if it has room, or can be given some; else count it."""
+        interval, fastest = cycle.schedule.spacing, self.fastest(cycle)
+        world = self.encoders.usable
+        lost = self.standing.beyond_repair(cycle.nodes, cycle.stripe_map)
         give_up = lost is None and self.crowded and not self.pinned and self._gives_way(cycle)
         if self.pinned or self.unmade or (self.crowded and not give_up and lost is None):
             self._skip(max(fastest, cycle.schedule.first), interval)
