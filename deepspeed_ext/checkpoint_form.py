@@ -49,7 +49,6 @@ def describe(engine: Any, view: OptimizerView, captured: Mapping[str, torch.Tens
 
 
 def files_of(state: bytes) -> dict[str, bytes]:
-    """The output of ``form.dump`` for each file, by its name, from a form's state."""
     return msgspec.msgpack.decode(state, type=dict[str, bytes]) if state else {}
 
 

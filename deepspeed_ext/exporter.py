@@ -227,7 +227,6 @@ def _fill_inner(inner: Any, objects: Mapping[str, Any]) -> None:
 
 
 def folder_of(directory: Path, iteration: int) -> Path:
-    """The folder in which DeepSpeed keeps the checkpoint of a step, without a tag of the script."""
     return directory / f"global_step{iteration}"
 
 

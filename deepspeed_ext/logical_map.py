@@ -35,7 +35,6 @@ class ParameterNames:
         self._first_experts = _first_experts(engine.module)
 
     def of(self, name: str) -> str:
-        """The global name of what is called ``name`` in ``engine.module``."""
         layer = _EXPERT.search(name)
         if layer is not None:
             number = self._first_experts.get(name[: layer.start()], 0) + int(layer.group(2))

@@ -104,7 +104,6 @@ class Checkpoints:
         return disk, is_new
 
     def state_dict(self) -> dict[str, Any]:
-        """Both as plain values; those that are None are left out."""
         named = {"saved": self.saved, "asked": self.asked}
         return {name: one._asdict() for name, one in named.items() if one is not None}
 

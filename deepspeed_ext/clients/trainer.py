@@ -198,7 +198,6 @@ class Feeder(TrainerCallback):  # type: ignore[misc]
             RandomStates().load_state_dict(found[RANDOM])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """The loop has ended: after its last step, or because a callback has stopped it."""
         if self._run is not None:
             stopped = any(map(_has_stopped, self._trainer.callback_handler.callbacks))
             self._run.plan_ended(finished=state.global_step >= state.max_steps or stopped)

@@ -13,7 +13,6 @@ __all__ = ["install"]
 
 
 def install(*args: Any) -> None:
-    """See :func:`megatron_ft.megatron.hooks.install`, which imports torch and Megatron."""
     from megatron_ft.megatron import hooks
 
     hooks.install(*args)

@@ -161,7 +161,6 @@ _METHODS = (("save_state", "restore_state"), ("state_dict", "load_state_dict"))
 
 
 def is_external(args: Any) -> bool:
-    """True with ``--dataloader-type external``: the program brings its own loader."""
     return getattr(args, "dataloader_type", None) == "external"
 
 
@@ -228,7 +227,6 @@ def weight_group(parameter: Any) -> Any:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the ``module.`` prefixes of Megatron's wrappers."""
     while name.startswith("module."):
         name = name[len("module.") :]
     return name

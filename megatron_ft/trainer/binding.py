@@ -89,11 +89,9 @@ class BoundaryFacts(NamedTuple):
     writes: TensorTable
 
     def written(self) -> list[str]:
-        """Names of those that were written to since."""
         return list(dict.fromkeys(self.writes.changed()))
 
     def changed(self) -> list[str]:
-        """Names of those that were written to since, or given other memory."""
         return list(dict.fromkeys(self.places.changed() + self.writes.changed()))
 
 
@@ -234,7 +232,6 @@ class LayoutBinding:
         return bool(self._early) and not self._lazy
 
     def lazy_of(self, names: Iterable[str]) -> list[str]:
-        """Those of the names that are copied after ``save`` has returned."""
         lazy = {*self._lazy}
         return [name for name in names if name in lazy]
 

@@ -213,7 +213,6 @@ class CaptureArena:
             self._client.send(m.Attached(self._client.shard_id))
 
     def forget_tensors(self) -> None:
-        """Keep no captured tensor, and no view of its memory."""
         if self.engine is not None:
             self.engine.binding.forget()
 

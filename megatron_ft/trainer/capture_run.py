@@ -103,7 +103,6 @@ class CaptureRun:
             return changed
 
     def give_up(self, reason: str) -> None:
-        """Have the snapshot not sealed, if it is not yet."""
         with self._lock:
             self._give_up(reason)
 
@@ -112,7 +111,6 @@ class CaptureRun:
             self.stop_reason = self.stop_reason or reason
 
     def forget(self) -> None:
-        """Let go of the tensors: training may change them from now on."""
         with self._lock:
             self.witness, self.samples = None, ()
 

@@ -306,7 +306,6 @@ def _set_generator(one: Any, state: Any) -> None:
 
 
 def numbered(loader: Any) -> list[Any]:
-    """The samplers and data sets below a loader that have ``set_epoch``."""
     return [o for _, o in _below(loader) if o is not loader and _has_methods(o, "set_epoch")]
 
 

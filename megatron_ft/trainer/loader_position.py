@@ -197,7 +197,6 @@ class LoaderPosition:
         return done and self._epochs.asks_for_next(epochs)
 
     def _pass_over(self, place: Mapping[str, Any]) -> None:
-        """Be behind the end of the pass of ``place``."""
         self._own.set(place["now"], between=True)
 
     def _replayed(self, place: dict[str, Any]) -> Pass:
@@ -306,7 +305,6 @@ class LoaderPosition:
             self._own.set(state["begun"]["own"], between=True)
 
     def iteration_ended(self) -> None:
-        """The training thread ends an iteration; ``Clock`` has counted it."""
         self._reading.iteration_ended(in_pass=self._at is not None)
 
     def _problem(self) -> str:

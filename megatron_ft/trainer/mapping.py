@@ -140,7 +140,6 @@ class MappingState:
         return {}
 
     def restart_losses(self) -> Lost:
-        """Objects with training state in this process that are in no entry of the mapping."""
         found = uncaptured(self._state, self._captured(self._current()), self._leave_out)
         advice = "put these objects into the state mapping, or name their classes in leave_out"
         return Lost(found, advice)
@@ -220,7 +219,6 @@ class MappingState:
         return {name: group for name, group in groups if group is not None}
 
     def wrapped(self) -> dict[str, torch.Tensor]:
-        """DTensors, whose shards are stored."""
         return self._current().tensors.wrapped
 
     def optimizer_of(self, names: Sequence[str]) -> str:
@@ -251,7 +249,6 @@ class MappingState:
         return None
 
     def logical_map(self) -> dict[str, LogicalPlace]:
-        """Places of DTensors in their whole, which goes by the same name."""
         return dtensor_places(self._current().tensors.handles).places
 
     def expect_reshape(self) -> None:

@@ -51,7 +51,6 @@ def create_state(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> 
 
 
 def create_missing(inner: Any) -> None:
-    """Create the state of each parameter that is trained and has none yet."""
     for group, parameter in parameters(inner):
         if parameter.requires_grad and not inner.state.get(parameter):
             create_state(inner, group, parameter)

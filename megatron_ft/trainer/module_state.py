@@ -115,7 +115,6 @@ class ModuleState:
         return extra, {key: value for key, value in self.more.items() if key not in extra}
 
     def flags(self) -> bytes:
-        """``requires_grad`` of the parameters in the order of their names, a byte each."""
         every = self._tree.parameters
         if self._in_order[0] is not every:
             self._in_order = every, list(map(every.__getitem__, sorted(every)))

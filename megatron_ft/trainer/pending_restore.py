@@ -52,7 +52,6 @@ class PendingRestore:
         self._greeted = False
 
     def get(self) -> RestoreOffer | ReshapeOffer | None:
-        """The offer, None if there is none or it was declined."""
         if not self._greeted:
             self._greeted = True
             self._offer = self._client.hello(self._shard_id, self._coordinates)

@@ -41,7 +41,6 @@ class CaptureStats:
     committed_iteration: int = NEVER
 
     def committed(self, iteration: int, protected: bool) -> None:
-        """Take note that a snapshot is committed, at level "protected" or "local"."""
         self.committed_iteration = max(self.committed_iteration, iteration)
         if protected:
             self.protected_iteration = max(self.protected_iteration, iteration)

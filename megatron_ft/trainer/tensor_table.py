@@ -38,7 +38,6 @@ class Members(NamedTuple):
         return cls(keys, [*chain.from_iterable(map(dict.values, full)), *more])
 
     def same(self, other: Members | None) -> bool:
-        """True if the other has these very values under equal keys."""
         return other is not None and self.keys == other.keys and are_all(self.values, other.values)
 
 
@@ -81,7 +80,6 @@ class TensorTable(NamedTuple):
         return cls(names, tensors, columns, [read(tensors) for read in columns])
 
     def same(self, other: TensorTable) -> bool:
-        """True if the other has these very tensors, with the same facts."""
         return are_all(self.tensors, other.tensors) and self.facts == other.facts
 
     def still(self, now: Mapping[str, torch.Tensor]) -> bool:
@@ -92,7 +90,6 @@ class TensorTable(NamedTuple):
         return self.same(TensorTable.of(self.names, tensors, self.columns))
 
     def changed(self) -> list[str]:
-        """Names of its tensors that have other facts by now."""
         now = [read(self.tensors) for read in self.columns]
         if now == self.facts:
             return []
