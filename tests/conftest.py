@@ -44,6 +44,9 @@ TEST_SECONDS = 120.0
 FOLDER_SECONDS = 20.0
 """A folder may be between two processes of a job of another worker."""
 
+CI_EXAMPLES = 50
+"""Of a property that asks for no number; with --all as many as Hypothesis takes, 100."""
+
 # An example takes as long as other processes let it: how long says nothing about the property.
 PROFILE = settings.get_current_profile_name()
 settings.register_profile(
@@ -133,7 +136,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(table(passed))
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("all_layouts"):
+        settings.register_profile(PROFILE, settings.get_profile(PROFILE), max_examples=CI_EXAMPLES)
     os.environ[SESSION_VARIABLE] = SESSION
     # Small enough for the tensors of the small models here.
     os.environ["MEGATRON_FT_SPLIT_BYTES"] = "1024"
