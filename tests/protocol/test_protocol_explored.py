@@ -82,12 +82,7 @@ def test_a_clone_goes_its_own_way(walk: int) -> None:
 
 @pytest.mark.parametrize(
     "machine",
-    [
-        NodeMachine("n0"),
-        ShardSlots("dp0", []),
-        SnapshotCycle(1, {}, (), Schedule(1)),
-        Schedule(1),
-    ],
+    [NodeMachine("n0"), ShardSlots("dp0", []), SnapshotCycle(1, {}, (), Schedule(1)), Schedule(1)],
     ids=lambda machine: type(machine).__name__,
 )
 def test_no_field_of_the_machines_is_forgotten_in_the_key(machine: object) -> None:

@@ -15,12 +15,7 @@ LIBRARIES = ("deepspeed", "transformers", "accelerate", "lightning")
 if missing := [name for name in LIBRARIES if find_spec(name) is None]:
     pytest.skip(f"needs {', '.join(missing)}", allow_module_level=True)
 
-from megatron_ft.cli.demo.final_state import (
-    Comparison,
-    compare_traces,
-    differences,
-    plain,
-)
+from megatron_ft.cli.demo.final_state import Comparison, compare_traces, differences, plain
 from tests.programs.clients_program import OPTIMIZER
 from tests.support.deepspeed_jobs import (
     ITERATIONS,

@@ -52,11 +52,7 @@ def test_deepspeed_starts_without_compiler_and_ninja(tmp_path: Path) -> None:
     }
     before = set(SHARED_MEMORY.glob("deepspeed_allreduce_buffer_*"))
     done = subprocess.run(
-        [sys.executable, "-c", _START],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [sys.executable, "-c", _START], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "started" in done.stdout

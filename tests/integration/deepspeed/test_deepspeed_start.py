@@ -192,10 +192,7 @@ PIPELINE = {**zero(1, "bf16"), "pipeline": {"activation_checkpoint_interval": 0}
 
 @pytest.mark.parametrize(
     ("reads", "base"),
-    [
-        ("engine", CONFIG),
-        pytest.param("pipeline", PIPELINE, marks=pytest.mark.all_layouts),
-    ],
+    [("engine", CONFIG), pytest.param("pipeline", PIPELINE, marks=pytest.mark.all_layouts)],
 )
 def test_a_script_that_loads_nothing_continues_where_its_data_are_watched(
     deepspeed_server: WarmHost, tmp_path: Path, reads: str, base: dict[str, Any]

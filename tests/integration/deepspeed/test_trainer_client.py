@@ -40,11 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "schedule in the JSON": {"json": {"optimizer": OPTIMIZER, "scheduler": WARMUP}},
     "sums of losses": {"arguments": {"logging_steps": 4}},
     "accumulation": {"arguments": {"gradient_accumulation_steps": 2}, "at": 7},
-    "a short last step": {
-        "arguments": {"gradient_accumulation_steps": 2},
-        "samples": 34,
-        "at": 6,
-    },
+    "a short last step": {"arguments": {"gradient_accumulation_steps": 2}, "samples": 34, "at": 6},
     "a later pass": {"at": 13, "steps": 24, "stage": 2},
     "between passes": {"at": 10, "steps": 12},
     "workers": {"arguments": {"dataloader_num_workers": 2}},
@@ -69,8 +65,7 @@ def lost_behind(folder: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "variant",
-    [pytest.param(name, marks=[] if name in QUICK else all_layouts) for name in VARIANTS],
+    "variant", [pytest.param(name, marks=[] if name in QUICK else all_layouts) for name in VARIANTS]
 )
 def test_a_trainer_continues_from_memory(
     clients_server: WarmHost, tmp_path: Path, variant: str

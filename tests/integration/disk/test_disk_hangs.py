@@ -21,11 +21,7 @@ def test_a_disk_that_hangs_costs_drains_and_neither_a_restart_nor_the_end(
     """A trainer dies while a drain cannot be ended; training then ends behind the same disk."""
     with freezable(tmp_path) as disk:
         job = Job(
-            tmp_path,
-            nodes=2,
-            transport="tcp",
-            drain_dir=disk.folder / "drains",
-            drain_interval=2,
+            tmp_path, nodes=2, transport="tcp", drain_dir=disk.folder / "drains", drain_interval=2
         )
         made.append(job)
 

@@ -23,15 +23,7 @@ from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.supervisor import EXIT_DRAINED, EXIT_NOT_DRAINED
 from tests.support.disk_jobs import of_kind, signal_trainers, stop_until_drained, wait_until
 from tests.support.fates import in_incarnation
-from tests.support.jobs import (
-    EXAMPLE,
-    ROOT,
-    WAIT_SECONDS,
-    Job,
-    Result,
-    WarmCluster,
-    difference,
-)
+from tests.support.jobs import EXAMPLE, ROOT, WAIT_SECONDS, Job, Result, WarmCluster, difference
 
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 NEVER = 10**6
@@ -41,13 +33,7 @@ NEVER = 10**6
 def test_the_last_spare_drains_before_the_interval(
     made: list[Job], tmp_path: Path, two: Result
 ) -> None:
-    job = Job(
-        tmp_path,
-        nodes=2,
-        spares=1,
-        drain_dir=tmp_path / "disk",
-        drain_interval=NEVER,
-    )
+    job = Job(tmp_path, nodes=2, spares=1, drain_dir=tmp_path / "disk", drain_interval=NEVER)
     made.append(job)
 
     def wait(job: Job) -> None:

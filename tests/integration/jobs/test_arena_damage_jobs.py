@@ -272,8 +272,7 @@ def test_all_smps_killed_at_once_are_replaced_together(
 
 
 @pytest.mark.parametrize(
-    "victim",
-    ["trainer", pytest.param("SMP and trainer", marks=pytest.mark.all_layouts)],
+    "victim", ["trainer", pytest.param("SMP and trainer", marks=pytest.mark.all_layouts)]
 )
 def test_a_full_tmpfs_keeps_no_trainer_from_its_memory(
     tmp_path: Path, victim: str, uninterrupted: Uninterrupted

@@ -43,12 +43,7 @@ from megatron_ft.cli.demo import command as cli  # noqa: E402
 from megatron_ft.cli.demo import faults, report, reshape  # noqa: E402
 from megatron_ft.cli.demo import final_state as compare  # noqa: E402
 from megatron_ft.cli.demo.corruption import BrokenMemory, undone  # noqa: E402
-from megatron_ft.cli.demo.faults import (  # noqa: E402
-    DemoFault,
-    DemoStrike,
-    DemoVictim,
-    plan_faults,
-)
+from megatron_ft.cli.demo.faults import DemoFault, DemoStrike, DemoVictim, plan_faults  # noqa: E402
 from megatron_ft.cli.demo.protected_run import PATIENCE_SECONDS, ProtectedRun  # noqa: E402
 from megatron_ft.cli.demo.run import Demo, faults_of  # noqa: E402
 from megatron_ft.cli.demo.settings import (  # noqa: E402
@@ -511,11 +506,7 @@ def test_a_difference_is_never_called_identical(capsys: pytest.CaptureFixture[st
 
 
 def test_a_refusal_says_why_and_that_it_is_right(capsys: pytest.CaptureFixture[str]) -> None:
-    made = a_report(
-        exit_code=10,
-        reason="the stripe lost 2 shards",
-        settings=DemoSettings(lose=2),
-    )
+    made = a_report(exit_code=10, reason="the stripe lost 2 shards", settings=DemoSettings(lose=2))
     text = shown(made, capsys)
     assert "exit code 10" in text
     assert "the stripe lost 2 shards" in text
@@ -663,9 +654,7 @@ def test_losing_more_than_parity_covers_is_refused(
 
 @pytest.mark.all_layouts
 @real
-def test_a_job_continues_in_another_layout_from_memory(
-    tmp_path: Path,
-) -> None:
+def test_a_job_continues_in_another_layout_from_memory(tmp_path: Path) -> None:
     """The same run is called different if one bit of one tensor is."""
     flags = (*RESHAPED, "--iterations", "20")
     demo = Demo(cli.settings_from(parse(*flags)), DemoFolders(tmp_path / "demo"))

@@ -14,11 +14,7 @@ from megatron_ft.core.fault_plan import PointFault
 from tests.programs import changing_training as program
 from tests.support.struck_runs import StruckRun
 
-pytestmark = [
-    pytest.mark.usefixtures("warm_trainers"),
-    pytest.mark.mpi,
-    pytest.mark.all_layouts,
-]
+pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi, pytest.mark.all_layouts]
 
 ITERATIONS, CHANGE, WIDTH = 400, 60, 4096
 RANKS = 4

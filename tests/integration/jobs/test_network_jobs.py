@@ -17,11 +17,7 @@ from tests.support.namespaces import enter_namespace
 from tests.support.networks import needs_network
 from tests.support.node_network import HOST, NodeNetwork
 
-pytestmark = [
-    needs_network,
-    pytest.mark.usefixtures("warm_trainers"),
-    pytest.mark.mpi,
-]
+pytestmark = [needs_network, pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
 
 TIMING = Timing(heartbeat=0.25, lease=3.0, node_timeout=4.0)
 ITERATIONS = 30

@@ -158,12 +158,7 @@ def test_the_same_job_is_started_again_with_other_ranks(
     with pytest.raises(asyncio.CancelledError):
         first.run((10, Job.interrupt))
     again = elastic_job(
-        tmp_path,
-        nodes,
-        spares=spares,
-        ranks_per_node=per_node,
-        protect=protect,
-        name=first.name,
+        tmp_path, nodes, spares=spares, ranks_per_node=per_node, protect=protect, name=first.name
     )
     made.append(again)
     again.run((30, finish))

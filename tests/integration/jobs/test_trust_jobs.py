@@ -18,14 +18,7 @@ from megatron_ft.cli.main import main
 from megatron_ft.supervisor.job_state import read_record
 from tests.programs.faulty_example import DECLINES, POISON
 from tests.support.disk_jobs import pause, signal_trainers
-from tests.support.jobs import (
-    FAULTY,
-    ROOT,
-    WAIT_SECONDS,
-    Job,
-    Result,
-    difference,
-)
+from tests.support.jobs import FAULTY, ROOT, WAIT_SECONDS, Job, Result, difference
 
 REASON = "it is unknown whether the script follows"
 pytestmark = [pytest.mark.usefixtures("warm_trainers"), pytest.mark.mpi]
@@ -185,10 +178,7 @@ def test_a_snapshot_from_which_training_fails_twice_is_not_used_again(
         protect="xor:2",
         slots=3,
         script=FAULTY,
-        environment={
-            POISON: str(folder),
-            "MEGATRON_FT_SNAPSHOT_INTERVAL": "10",
-        },
+        environment={POISON: str(folder), "MEGATRON_FT_SNAPSHOT_INTERVAL": "10"},
         iterations=ITERATIONS,
         iteration_seconds=0.1,
     )

@@ -79,7 +79,7 @@ def test_every_hook_is_a_function_that_needs_no_arguments() -> None:
 def test_nothing_in_the_folders_can_hide_a_module_of_the_script() -> None:
     for folder in (FOLDER, Path(traced_script.__file__).parent):
         assert {path.name for path in folder.iterdir()} <= {
-            *("__init__.py", "sitecustomize.py", "__pycache__"),
+            *("__init__.py", "sitecustomize.py", "__pycache__")
         }
 
 

@@ -10,13 +10,7 @@ import pytest
 from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.outcome import Outcome
 from tests.support.jobs import Job
-from tests.support.megatron_jobs import (
-    ITERATIONS,
-    SNAPSHOTS,
-    installed,
-    needs_megatron,
-    packaged,
-)
+from tests.support.megatron_jobs import ITERATIONS, SNAPSHOTS, installed, needs_megatron, packaged
 
 pytestmark = [
     pytest.mark.mpi,

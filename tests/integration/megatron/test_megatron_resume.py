@@ -31,13 +31,7 @@ from tests.support.megatron_layouts import (
     pairwise,
 )
 from tests.support.megatron_programs import MORE_PROGRAMS, PROGRAMS
-from tests.support.megatron_runs import (
-    SNAPSHOT_AT,
-    SNAPSHOTS,
-    TIMEOUT_SECONDS,
-    Runs,
-    check_resume,
-)
+from tests.support.megatron_runs import SNAPSHOT_AT, SNAPSHOTS, TIMEOUT_SECONDS, Runs, check_resume
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 

@@ -17,12 +17,7 @@ import pytest
 from megatron_ft.core import startup
 from tests.support import traced_script
 from tests.support.jobs import ROOT, log_of
-from tests.support.megatron_jobs import (
-    SNAPSHOTS,
-    check_identical,
-    needs_megatron,
-    stock,
-)
+from tests.support.megatron_jobs import SNAPSHOTS, check_identical, needs_megatron, stock
 
 CHECKOUT = os.environ.get(traced_script.CHECKOUT)
 

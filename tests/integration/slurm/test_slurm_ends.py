@@ -14,10 +14,7 @@ from tests.support.slurm_jobs import ITERATIONS, NEEDS_SLURM, Submit
 FLAGS = "--lease-seconds 4 --drain-stop-seconds 100"
 """A machine that is busy with other tests takes long to start what drains."""
 
-pytestmark = [
-    *NEEDS_SLURM,
-    pytest.mark.timeout(600),
-]
+pytestmark = [*NEEDS_SLURM, pytest.mark.timeout(600)]
 
 
 @pytest.mark.all_layouts

@@ -10,10 +10,7 @@ from megatron_ft.launchers.virtual import default_root
 from tests.support.jobs import Uninterrupted, difference
 from tests.support.slurm_jobs import ITERATIONS, NEEDS_SLURM, Submit
 
-pytestmark = [
-    *NEEDS_SLURM,
-    pytest.mark.timeout(600),
-]
+pytestmark = [*NEEDS_SLURM, pytest.mark.timeout(600)]
 
 
 @pytest.mark.all_layouts

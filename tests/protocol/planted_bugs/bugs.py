@@ -37,12 +37,7 @@ BUGS = (
     Bug(
         "1 no fence",
         "the fence lets the optimizer step at once",
-        (
-            Edit(
-                "        arrived = wait(self._timeout_seconds)\n",
-                "        arrived = True\n",
-            ),
-        ),
+        (Edit("        arrived = wait(self._timeout_seconds)\n", "        arrived = True\n"),),
         "bit-exact oracle of captures",
         ORACLE,
         "the snapshot of iteration 2 is not the state at its end",
@@ -268,8 +263,7 @@ BUGS = (
         "names of files are not made durable before the older checkpoint goes",
         (
             Edit(
-                "            raise\n        self.sync_folder(path.parent)\n",
-                "            raise\n",
+                "            raise\n        self.sync_folder(path.parent)\n", "            raise\n"
             ),
         ),
         "power loss at every step of a drain",
@@ -344,12 +338,7 @@ BUGS = (
     Bug(
         "14 captured tensors change outside of a fence",
         "a fence counts for all boundaries behind it",
-        (
-            Edit(
-                "fenced, self._fenced = self._fenced, False",
-                "fenced = self._any_fence",
-            ),
-        ),
+        (Edit("fenced, self._fenced = self._fenced, False", "fenced = self._any_fence"),),
         "copies at the last moment",
         f"{TORN}::test_behind_an_iteration_without_a_fence_a_copy_waits",
         "the copy runs on behind an iteration without a fence",

@@ -22,12 +22,7 @@ import safetensors.numpy
 from megatron_ft.checkpoint import disk_format as mf
 from megatron_ft.checkpoint.disk_format import folder_name
 from megatron_ft.checkpoint.drain import DrainPlan, finish, publish, tidy, write_shards
-from megatron_ft.checkpoint.drained import (
-    clean_up,
-    clear_unfinished,
-    open_checkpoint,
-    superfluous,
-)
+from megatron_ft.checkpoint.drained import clean_up, clear_unfinished, open_checkpoint, superfluous
 from megatron_ft.checkpoint.live import open_live
 from megatron_ft.checkpoint.load import read_manifest
 from megatron_ft.checkpoint.source import open_newest
@@ -325,11 +320,7 @@ def test_a_checkpoint_that_cannot_be_read_hides_no_other(
 
 def test_the_newest_by_snapshot_stay_not_by_iteration() -> None:
     """After a rollback a higher iteration may be the older one."""
-    complete = {
-        "a": SnapshotId(1, 9),
-        "b": SnapshotId(2, 1),
-        "c": SnapshotId(1, 3),
-    }
+    complete = {"a": SnapshotId(1, 9), "b": SnapshotId(2, 1), "c": SnapshotId(1, 3)}
     assert superfluous(complete, 2) == ["c"]
     assert superfluous(complete, 1) == ["c", "a"]
     assert superfluous(complete, 3) == []

@@ -14,13 +14,7 @@ import pytest
 
 from megatron_ft.checkpoint.drain import DrainPlan
 from megatron_ft.checkpoint.export import MARK, ExportMark, partial_of
-from megatron_ft.checkpoint.export_drained import (
-    Exported,
-    given_up,
-    is_ours,
-    tidy,
-    withdraw,
-)
+from megatron_ft.checkpoint.export_drained import Exported, given_up, is_ours, tidy, withdraw
 from megatron_ft.checkpoint.native import (
     LATEST,
     TRACKER,

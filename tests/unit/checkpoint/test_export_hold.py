@@ -66,10 +66,7 @@ def test_a_job_does_not_export_where_another_one_does(
 
 
 def test_a_job_needs_no_locks(
-    root: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exports = tmp_path / "exports"
     flags = ["--drain-export-dir", str(exports)]

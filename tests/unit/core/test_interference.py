@@ -37,9 +37,7 @@ sys.stdin.read()
 @X86
 def test_every_thread_has_the_low_priority() -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", THREADS],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        [sys.executable, "-c", THREADS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert child.stdin is not None and child.stdout is not None
     try:

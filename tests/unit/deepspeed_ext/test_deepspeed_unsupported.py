@@ -26,10 +26,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed"),
 ]
 
-PLAIN = {
-    "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-}
+PLAIN = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
 
 
 def zero(**section: Any) -> dict[str, Any]:

@@ -26,12 +26,7 @@ from megatron_ft.erasure.member import (
 )
 from megatron_ft.erasure.rebuild import rebuild
 from megatron_ft.erasure.rows import held_bytes
-from megatron_ft.erasure.transport import (
-    EXCHANGES_IN_FLIGHT,
-    TURNS_EARLY,
-    TURNS_LATE,
-    MessageKind,
-)
+from megatron_ft.erasure.transport import EXCHANGES_IN_FLIGHT, TURNS_EARLY, TURNS_LATE, MessageKind
 from tests.support.erasure_samples import (
     ThreadTransport,
     make_code,

@@ -222,10 +222,7 @@ def encode_all(cluster: Cluster, stripes: list[Stripe]) -> None:
 @BOTH
 def test_a_world_encodes_and_rebuilds(cluster: Cluster) -> None:
     """The second stripe has two members on one node, as after a loss without a spare."""
-    stripes = [
-        Stripe(0, 2, 1, (2, 0, 1), cluster.root),
-        Stripe(1, 1, 2, (0, 1, 1), cluster.root),
-    ]
+    stripes = [Stripe(0, 2, 1, (2, 0, 1), cluster.root), Stripe(1, 1, 2, (0, 1, 1), cluster.root)]
     cluster.start()
     encode_all(cluster, stripes)
     before = [[t.content(number) for number in range(3)] for t in stripes]

@@ -140,10 +140,7 @@ class Outcome(NamedTuple):
 
 
 def run(
-    old: Mapping[str, HeldShard],
-    wanted: Mapping[str, Shard],
-    ranks: int,
-    seed: int = 0,
+    old: Mapping[str, HeldShard], wanted: Mapping[str, Shard], ranks: int, seed: int = 0
 ) -> Outcome:
     places, homes = spread(old, ranks, seed), spread(wanted, ranks, seed + 1)
     new = {name: room(shard) for name, shard in wanted.items()}

@@ -22,11 +22,7 @@ from megatron_ft.core.errors import ConfigError
 from megatron_ft.launchers.agents import remote_shell
 from megatron_ft.launchers.agents.hub import AgentProcess
 from megatron_ft.launchers.agents.launcher import AgentLauncher
-from megatron_ft.launchers.agents.rendezvous import (
-    Meeting,
-    node_rank,
-    parse_hostfile,
-)
+from megatron_ft.launchers.agents.rendezvous import Meeting, node_rank, parse_hostfile
 from megatron_ft.launchers.launcher import UNKNOWN_EXIT, NodeUnreachable, ProcessHandle
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.sockets import SECRET_BYTES

@@ -140,8 +140,7 @@ def test_an_environment_without_the_program_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("MEGATRON_FT_HOME", "export MEGATRON_FT_HOME"), ("TRAIN", "flags.txt")],
+    ("name", "said"), [("MEGATRON_FT_HOME", "export MEGATRON_FT_HOME"), ("TRAIN", "flags.txt")]
 )
 def test_a_script_without_its_files_trains_nothing(tmp_path: Path, name: str, said: str) -> None:
     given = {"MEGATRON_FT_HOME": str(ROOT), "TRAIN": "true", "SLURM_SUBMIT_DIR": str(tmp_path)}
@@ -565,9 +564,7 @@ def test_a_deputy_that_cannot_start_is_said(tmp_path: Path) -> None:
     saying(batch, said, words, lambda: said.exists() and words in said.read_text())
 
 
-def test_raw_errors_of_a_controller_that_is_away_are_kept_out_of_the_output(
-    tmp_path: Path,
-) -> None:
+def test_raw_errors_of_a_controller_that_is_away_are_kept_out_of_the_output(tmp_path: Path) -> None:
     batch, said = Batch(tmp_path, 0, SIGNALS="1", NODES="n0 n1"), tmp_path / "said"
     for name in ("squeue", "scontrol", "scancel"):
         batch._write(tmp_path / name, f"#!/bin/bash\necho '{AWAY}' >&2\nexit 1\n")

@@ -260,9 +260,7 @@ def test_without_a_host_the_command_is_started(
     assert done.stdout == b"cold\n"
 
 
-def test_a_host_that_does_not_answer_is_given_up(
-    tmp_path: Path,
-) -> None:
+def test_a_host_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
     path = str(tmp_path / "silent")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)

@@ -37,12 +37,7 @@ from tests.support.message_samples import Maker
 
 PIDS = (1,)
 HANDLED = list(REACTIONS)
-WRITERS = (
-    "trainer_joined dp0",
-    "trainer_gone dp0",
-    "encoder_joined w1",
-    "encoder_gone w1",
-)
+WRITERS = ("trainer_joined dp0", "trainer_gone dp0", "encoder_joined w1", "encoder_gone w1")
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "100"))
 quick = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 seeds = st.integers(0, (1 << 63) - 1)

@@ -231,9 +231,7 @@ def test_a_process_with_an_arena_is_seen(tmp_path: Path, what: str) -> None:
         f"import mmap, os, sys; path = sys.argv[1]; {HOLD[what]}\nprint(1, flush=True); input()"
     )
     child = subprocess.Popen(
-        [sys.executable, "-c", script, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        [sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert child.stdin is not None and child.stdout is not None
     try:

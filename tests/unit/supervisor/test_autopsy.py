@@ -308,11 +308,7 @@ def test_the_versions_are_those_of_the_trainers(tmp_path: Path) -> None:
     cluster = VirtualCluster("job", ["n0"], tmp_path / "arenas")
     with JobState(tmp_path / "kept", "job") as state:
         job = SimpleNamespace(
-            state=state,
-            launcher=cluster,
-            fleet=nodes,
-            trainers=nodes,
-            observers=nodes.observers,
+            state=state, launcher=cluster, fleet=nodes, trainers=nodes, observers=nodes.observers
         )
         keeper = EvidenceKeeper(cast(JobContext, job))
     versions = {"python": "3.9.2", "megatron-core": "0.20.0", "torch": "2.12.1"}

@@ -17,10 +17,7 @@ from megatron_ft.supervisor.job_state import DiskPlaces
 from megatron_ft.supervisor.spec import JobSpec
 
 
-@given(
-    st.integers(0, 10),
-    st.lists(st.tuples(st.integers(1, 7), st.booleans()), max_size=40),
-)
+@given(st.integers(0, 10), st.lists(st.tuples(st.integers(1, 7), st.booleans()), max_size=40))
 @settings(max_examples=200, derandomize=True, deadline=None)
 def test_drains_are_an_interval_apart_and_none_is_forgotten(
     interval: int, commits: list[tuple[int, bool]]

@@ -18,12 +18,7 @@ from megatron_ft.core.identity import ShardPlacement, SnapshotId
 from megatron_ft.supervisor import drains as module
 from megatron_ft.supervisor.damage import DamagedShards
 from megatron_ft.supervisor.drains import Drains
-from megatron_ft.supervisor.events import (
-    CommittedEvent,
-    JobEvent,
-    Observers,
-    ReaderStalledEvent,
-)
+from megatron_ft.supervisor.events import CommittedEvent, JobEvent, Observers, ReaderStalledEvent
 from megatron_ft.supervisor.job_state import DiskPlaces, JobState
 from megatron_ft.supervisor.orders import Timing
 from megatron_ft.supervisor.schedule import Skips

@@ -103,13 +103,7 @@ class World:
 SCHEMES = [(1, 0), (1, 1), (2, 1), (3, 1), (2, 2)]
 
 
-def world(
-    data: int,
-    parity: int,
-    groups: int,
-    per_node: int = 1,
-    **of: Any,
-) -> World:
+def world(data: int, parity: int, groups: int, per_node: int = 1, **of: Any) -> World:
     """Groups of nodes; each has a stripe for every shard of a node, of one member a node."""
     size = data + parity
     places = {f"s{i}-{r}": f"n{i:02}" for i in range(groups * size) for r in range(per_node)}

@@ -135,11 +135,7 @@ def megatron(**changes: Any) -> SimpleNamespace:
         ({"context_parallel_size": 2}, RankRule(8, 8, 12)),
         ({"num_experts": 8, "expert_model_parallel_size": 4}, RankRule(16, 4, 12)),
         (
-            {
-                "num_experts": 8,
-                "expert_model_parallel_size": 4,
-                "expert_tensor_parallel_size": 1,
-            },
+            {"num_experts": 8, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
             RankRule(8, 4, 12),
         ),
         ({"num_distributed_optimizer_instances": 2}, RankRule(8, 4, 12)),

@@ -13,12 +13,7 @@ from megatron_ft.rpc.heartbeat_page import PulseReport
 from megatron_ft.supervisor import heartbeats
 from megatron_ft.supervisor.event_log import event_of
 from megatron_ft.supervisor.events import JobEvent
-from megatron_ft.supervisor.heartbeats import (
-    Heartbeats,
-    RankReport,
-    RecoveryClock,
-    in_ranges,
-)
+from megatron_ft.supervisor.heartbeats import Heartbeats, RankReport, RecoveryClock, in_ranges
 from megatron_ft.supervisor.recovery_cost import (
     DRAIN,
     GROW,

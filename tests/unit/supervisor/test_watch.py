@@ -41,18 +41,11 @@ from megatron_ft.supervisor.watch import (
     of_training,
     waits_for_others,
 )
-from megatron_ft.trainer.heartbeats import (
-    FIRST_ITERATIONS,
-    WORK_WINDOW,
-    Iterations,
-    TrainerWatch,
-)
+from megatron_ft.trainer.heartbeats import FIRST_ITERATIONS, WORK_WINDOW, Iterations, TrainerWatch
 
 SECONDS = st.floats(0, 1e4)
 SETTINGS = st.builds(
-    SnapshotConfig,
-    hang_seconds=st.floats(0.1, 1e4),
-    register_timeout_seconds=st.floats(0.1, 1e4),
+    SnapshotConfig, hang_seconds=st.floats(0.1, 1e4), register_timeout_seconds=st.floats(0.1, 1e4)
 )
 
 

@@ -10,13 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.core.shard import (
-    LayoutEntry,
-    LogicalPlace,
-    Piece,
-    ShardLayout,
-    layout_differences,
-)
+from megatron_ft.core.shard import LayoutEntry, LogicalPlace, Piece, ShardLayout, layout_differences
 from megatron_ft.trainer.identity_check import PlainLayout, sharing_storage
 from megatron_ft.trainer.mapping import MappingState
 from megatron_ft.trainer.plan import dtype_name, plan_state

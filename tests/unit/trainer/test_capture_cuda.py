@@ -313,10 +313,7 @@ def one(kind: type[torch.Tensor]) -> list[CopyItem]:
 def test_a_tensor_of_another_device_is_refused() -> None:
     """Its copy would run on that device's own stream, for which nobody waits."""
     copier = CudaCopier(HERE, RecordedCuda(), 4000)
-    for begin in (
-        copier.stage,
-        lambda items: copier.copy(items, copier.mark(), lambda: False),
-    ):
+    for begin in (copier.stage, lambda items: copier.copy(items, copier.mark(), lambda: False)):
         begin(one(OnDevice))
         wanted = one(Elsewhere)
         with pytest.raises(ValueError, match="is on cuda:3 now, not cuda:2"):

@@ -94,10 +94,7 @@ class Changing(MappingState):
 
 def test_what_cannot_be_cut_or_may_differ_is_not_split() -> None:
     """A part of it would be a copy, or forward may change it on one rank alone."""
-    state: dict[str, Any] = {
-        "turned": torch.zeros(100, 200).t(),
-        "changing": torch.zeros(100, 200),
-    }
+    state: dict[str, Any] = {"turned": torch.zeros(100, 200).t(), "changing": torch.zeros(100, 200)}
     group = object()
     replicated = {"turned": group, "changing": group}
     adapted = Changing(state, replicated=replicated)

@@ -14,12 +14,7 @@ from megatron_ft.core.errors import LayoutMismatchError, StateMismatchError
 from megatron_ft.trainer.mapping import MappingState
 from megatron_ft.trainer.state import RngState
 from tests.support.fake_ranks import as_rank
-from tests.support.late_capture import (
-    LOAD_FROM,
-    RESHAPE_FROM,
-    SAVE_AT,
-    SAVE_TO,
-)
+from tests.support.late_capture import LOAD_FROM, RESHAPE_FROM, SAVE_AT, SAVE_TO
 from tests.support.warm_host import Request, WarmHost
 
 SNAPSHOT_AT, ITERATIONS = 4, 8

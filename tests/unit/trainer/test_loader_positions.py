@@ -25,13 +25,7 @@ from torch.utils.data import (
 from megatron_ft.core.errors import LayoutMismatchError
 from megatron_ft.trainer import resumable_loader
 from megatron_ft.trainer.loader_position import LoaderPosition
-from tests.support.loader_runs import (
-    Run,
-    continued,
-    numbered,
-    passes,
-    uninterrupted,
-)
+from tests.support.loader_runs import Run, continued, numbered, passes, uninterrupted
 
 SAMPLES, BATCH, PER_PASS = 24, 4, 6
 DATA = range(SAMPLES)
@@ -408,11 +402,7 @@ class Sorted(Shuffled):
     ("first", "second", "message"),
     [
         (by(Sorted), by(Sorted), "the first 3 batches of its pass are others than before"),
-        (
-            lambda: DataLoader(DATA, 4),
-            lambda: DataLoader(DATA, 8),
-            "batches of 4 then, of 8 now",
-        ),
+        (lambda: DataLoader(DATA, 4), lambda: DataLoader(DATA, 8), "batches of 4 then, of 8 now"),
         (
             lambda: DataLoader([[i] for i in DATA], 4, collate_fn=list),
             lambda: [[i] for i in DATA],

@@ -79,7 +79,7 @@ EDITS: dict[str, Edit] = {
     "moment taken out": lambda o: _first(o).pop("exp_avg", None),
     "moment renamed": lambda o: _first(o).update(momentum_buffer=_first(o).pop("exp_avg", None)),
     "moments exchanged": lambda o: _first(o).update(
-        exp_avg=o.state[o.parameters[1]].get("exp_avg"),
+        exp_avg=o.state[o.parameters[1]].get("exp_avg")
     ),
     "states exchanged": _swap,
     "parameters exchanged": _reorder,

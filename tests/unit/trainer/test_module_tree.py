@@ -49,11 +49,7 @@ def seen(tree: ModuleTree) -> list[list[tuple[str, int]]]:
     """All that it gives, objects by identity."""
     return [
         [(name, id(found)) for name, found in part]
-        for part in (
-            tree.keeping,
-            tree.parameters.items(),
-            tree.buffers.items(),
-        )
+        for part in (tree.keeping, tree.parameters.items(), tree.buffers.items())
     ]
 
 

@@ -117,9 +117,7 @@ def test_what_stands_in_the_way_is_said() -> None:
 
 
 @given(st.lists(views, min_size=1, max_size=6) | same_offer)
-def test_a_start_is_refused_where_a_problem_leads_to_step_0(
-    ranks: list[RankView],
-) -> None:
+def test_a_start_is_refused_where_a_problem_leads_to_step_0(ranks: list[RankView]) -> None:
     """And only if a rank insists; nothing is declined then, so the next start is offered it."""
     insisting = [view._replace(insists=True) for view in ranks]
     usual, decision = choose_start(ranks), choose_start(insisting)

@@ -19,11 +19,7 @@ import torch
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.core.objects import decode, encode
 from megatron_ft.trainer import accelerator_state, resumable_loader
-from megatron_ft.trainer.accelerator_state import (
-    InMemoryState,
-    number_saves,
-    unsupported,
-)
+from megatron_ft.trainer.accelerator_state import InMemoryState, number_saves, unsupported
 from megatron_ft.trainer.prepared_loader import watch
 from megatron_ft.trainer.state import RngState
 from tests.support.loader_runs import new_process, passes

@@ -116,10 +116,7 @@ def test_what_a_function_that_gives_state_names_is_not_named() -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [
-        ("optimizer", "torch.optim.adamw.AdamW"),
-        ("schedule", "torch.optim.lr_scheduler.StepLR"),
-    ],
+    [("optimizer", "torch.optim.adamw.AdamW"), ("schedule", "torch.optim.lr_scheduler.StepLR")],
 )
 def test_what_it_does_not_hold_is(name: str, said: str) -> None:
     state = training()
@@ -144,10 +141,7 @@ def test_copies_of_weights_are_named() -> None:
     teacher = nn.Linear(3, 3)
     holder = Holder(state["model"])
     found = beside(state)
-    assert found == [
-        f"{__name__}.Average",
-        "torch.nn.modules.linear.Linear (2 tensors, 48 bytes)",
-    ]
+    assert found == [f"{__name__}.Average", "torch.nn.modules.linear.Linear (2 tensors, 48 bytes)"]
     assert beside(state, "*.Linear", f"{__name__}.*") == []
     everything = {**state, "average": average, "teacher": teacher, "head": holder.head}
     assert beside(everything) == []
