@@ -57,7 +57,13 @@ from megatron_ft.core.identity import MAY_SHRINK
 from megatron_ft.launchers.slurm.allocation import NO_KILL_ADVICE, no_kill
 from megatron_ft.launchers.virtual import visible_devices
 from megatron_ft.supervisor.event_log import EVENTS, EventLog
-from megatron_ft.supervisor.events import CaughtUpEvent, CommittedEvent, EndedEvent, JobEvent
+from megatron_ft.supervisor.events import (
+    CaughtUpEvent,
+    CommittedEvent,
+    EndedEvent,
+    JobEvent,
+    StoppedEvent,
+)
 from megatron_ft.supervisor.failure_domains import read_domains
 from megatron_ft.supervisor.job_state import JobState, state_folder
 from megatron_ft.supervisor.ledger import SUPERVISING
@@ -420,7 +426,6 @@ def spec_from(
     return JobSpec(**{**given, **computed})
 
 
-STOPPED = "stopped"
 _STOPPED: Mapping[type[Exception], int] = {
     UnrecoverableError: EXIT_UNRECOVERABLE,
     NoSpareError: EXIT_NO_SPARE,
@@ -447,15 +452,15 @@ async def _run(supervisor: Supervisor) -> tuple[int, Outcome | None]:
         if type(error) not in _STOPPED:
             ours = isinstance(error, MegatronFTError)
             text = str(error) if ours else f"{type(error).__name__}: {error}"
-            supervisor.observers.emit(STOPPED, text, code=2 if ours else 1)
+            supervisor.observers.emit(StoppedEvent(code=2 if ours else 1), text)
             raise
         code, text = _STOPPED[type(error)], f"megatron-ft: stopped: {error}"
     say(text)
-    supervisor.observers.emit(STOPPED, text, code=code)
+    supervisor.observers.emit(StoppedEvent(code=code), text)
     return code, ended
 
 
-_QUIET = ("dropped", SUPERVISING, EndedEvent.kind, CaughtUpEvent.kind, STOPPED)
+_QUIET = ("dropped", SUPERVISING, EndedEvent.kind, CaughtUpEvent.kind, StoppedEvent.kind)
 
 
 class Printer:

@@ -33,9 +33,6 @@ EVENTS = "events.jsonl"
 _MOST_WAITING = 10_000
 _LARGEST_FILE = 1 << 30
 
-RecordedEvent = Mapping[str, Any]
-"""One line of the file, as JSON has it."""
-
 
 class EventLog:
     """Appends events to a file, each in one write, so that a killed supervisor loses none.
@@ -130,7 +127,7 @@ def read_events(path: Path) -> LoggedEvents:
     )
 
 
-def event_of(line: RecordedEvent) -> LoggedEvent:
+def event_of(line: Mapping[str, Any]) -> LoggedEvent:
     """The event of a line; msgspec.ValidationError for a value that cannot be."""
     common = msgspec.convert(line, _Common)
     kind = FACTS.get(common.kind)

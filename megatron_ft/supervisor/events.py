@@ -42,7 +42,7 @@ KINDS: Mapping[str, str] = {
     "drain_cost": "with two slots a drain keeps snapshots from being taken: what a failure costs",
     "drain_awaited": "training has finished, and its last drain is waited for",
     "drain_failed": "a snapshot could not be written to disk",
-    "drain_hangs": "a drain was killed and does not end, as its disk hangs; none begins meanwhile",
+    "drain_hangs": "a drain was killed and does not end, as its disk hangs; no other begins",
     "drain_hang_over": "the disk answers again, so drains begin again",
     "retention_failed": "older drains could not be removed",
     "exported": "a snapshot was exported as a checkpoint of the framework",
@@ -228,6 +228,49 @@ class NodeLostEvent(EventFacts, frozen=True):
 
     kind = "node_lost"
     node: str = ""
+
+
+class SpareLostEvent(EventFacts, frozen=True):
+    """A spare is lost."""
+
+    kind = "spare_lost"
+    node: str = ""
+
+
+class RebuiltEvent(EventFacts, frozen=True):
+    """Lost shards were rebuilt from parity."""
+
+    kind = "rebuilt"
+    bytes_decoded: Count = 0
+    seconds: Seconds = 0.0
+
+
+class ReshapedEvent(EventFacts, frozen=True):
+    """A snapshot was reshaped; what was read from storage is unset if that was not measured."""
+
+    kind = "reshaped"
+    iteration: Count = -1
+    bytes_needed: Count = 0
+    bytes_received: Count = 0
+    storage_bytes_read: Count | msgspec.UnsetType = msgspec.UNSET
+    seconds: Seconds = 0.0
+
+
+class ReplicasDifferEvent(EventFacts, frozen=True):
+    """Replicas that must be equal are not: of these tensors, on these shards and nodes."""
+
+    kind = "replicas_differ"
+    iteration: Count = -1
+    shards: list[str] = []
+    nodes: list[str] = []
+    tensors: str = ""
+
+
+class StoppedEvent(EventFacts, frozen=True):
+    """The command ended with this code before training had finished."""
+
+    kind = "stopped"
+    code: Count = -1
 
 
 class DrainedEvent(EventFacts, frozen=True):

@@ -35,7 +35,7 @@ from megatron_ft.supervisor.admission import (
     owned_arenas,
 )
 from megatron_ft.supervisor.ends import Failure, Interrupted, NodeLost, SmpLost, first_end
-from megatron_ft.supervisor.events import NodeLostEvent
+from megatron_ft.supervisor.events import NodeLostEvent, SpareLostEvent
 from megatron_ft.supervisor.job_state import JobState, homes_of
 from megatron_ft.supervisor.processes import Result, SmpFleet
 from megatron_ft.supervisor.seats import Seats, first_active, other_size, stripes_by_position
@@ -315,7 +315,8 @@ class Membership:
             return False
         for node in nodes:
             self._give_up(node)
-            self._emit("spare_lost", f"spare {node} is lost; training continues", node)
+            text = f"spare {node} is lost; training continues"
+            self._fleet.observers.emit(SpareLostEvent(node=node), text)
         return True
 
     async def while_all_answer(self, work: Coroutine[Any, Any, Result]) -> Result:

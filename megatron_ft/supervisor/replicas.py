@@ -17,7 +17,7 @@ from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.node_messages import REPLICA_DIGEST_BYTES
 from megatron_ft.supervisor.ends import ReplicasDiffer
-from megatron_ft.supervisor.events import Observers
+from megatron_ft.supervisor.events import Observers, ReplicasDifferEvent
 
 log = logging.getLogger(__name__)
 
@@ -177,8 +177,8 @@ class ReplicaWatch:
         who = [f"{shard} on {places[shard]}" for shard in shards]
         nodes = sorted({places[shard] for shard in shards})
         text = f"replicas of {names} differ at iteration {iteration}: {shortened(who)}"
-        fields = {"iteration": iteration, "shards": shards, "nodes": nodes, "tensors": names}
-        self._observers.emit("replicas_differ", text, **fields)
+        event = ReplicasDifferEvent(iteration=iteration, shards=shards, nodes=nodes, tensors=names)
+        self._observers.emit(event, text)
         node = nodes[0] if len(nodes) == 1 else ""
         self._failure = ReplicasDiffer(text, node)
         self._iteration = iteration

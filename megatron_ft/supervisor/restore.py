@@ -14,12 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from msgspec import UNSET
+
 from megatron_ft.checkpoint.decide import Decision
 from megatron_ft.core.errors import LayoutMismatchError, MegatronFTError
 from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import Ancestor, SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.supervisor.disk_restore import DiskSource
+from megatron_ft.supervisor.events import RebuiltEvent, ReshapedEvent
 from megatron_ft.supervisor.fleet import Fleet
 from megatron_ft.supervisor.job_context import JobContext
 from megatron_ft.supervisor.orders import (
@@ -144,11 +147,9 @@ async def rebuild(job: JobContext, plan: RestorePlan, snapshot: SnapshotId) -> N
     seconds = time.monotonic() - started
     decoded = sum(report.record.used_bytes for report in reports)
     job.emit(
-        "rebuilt",
+        RebuiltEvent(bytes_decoded=decoded, seconds=seconds),
         f"{len(reports)} lost shards rebuilt from parity in {seconds:.2f} s "
         f"({decoded / (1 << 20):.0f} MiB)",
-        bytes_decoded=decoded,
-        seconds=seconds,
     )
 
 
@@ -238,17 +239,18 @@ async def reshape(job: JobContext, plan: RestorePlan, places: Mapping[str, str])
     received = sum(report.bytes_received for report in made)
     counts = [report.storage_bytes_read for report in made]
     stored = sum(count for count in counts if count is not None)
-    measured = {} if None in counts else {"storage_bytes_read": stored}
     from_disk = f"{stored} bytes were" if stored else "nothing was"
     seconds = time.monotonic() - started
-    job.emit(
-        "reshaped",
-        f"iteration {iteration}: {len(plan.places)} shards reshaped to {len(places)} in "
-        f"{seconds:.2f} s ({needed / (1 << 20):.0f} MiB, {received / (1 << 20):.0f} MiB between "
-        f"nodes); {from_disk} read from disk",
+    event = ReshapedEvent(
         iteration=iteration,
         bytes_needed=needed,
         bytes_received=received,
-        **measured,
+        storage_bytes_read=UNSET if None in counts else stored,
         seconds=seconds,
+    )
+    job.emit(
+        event,
+        f"iteration {iteration}: {len(plan.places)} shards reshaped to {len(places)} in "
+        f"{seconds:.2f} s ({needed / (1 << 20):.0f} MiB, {received / (1 << 20):.0f} MiB between "
+        f"nodes); {from_disk} read from disk",
     )

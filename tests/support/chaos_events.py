@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ft.cli.chaos.trace import Lines
+from megatron_ft.supervisor.event_log import LoggedEvent, event_of
 
 
-def event(at: float, kind: str, **fields: Any) -> dict[str, Any]:
-    return {"at": at, "kind": kind, "text": kind, **fields}
+def event(at: float, kind: str, **fields: Any) -> LoggedEvent:
+    line = {"time": at, "at": at, "job": "j", "kind": kind, "text": kind}
+    return event_of({**line, **fields})
 
 
-def commit(at: float, iteration: int, level: str = "protected") -> dict[str, Any]:
+def commit(at: float, iteration: int, level: str = "protected") -> LoggedEvent:
     return event(at, "committed", iteration=iteration, level=level)
 
 
-def restoring(at: float, iteration: int, source: str) -> dict[str, Any]:
+def restoring(at: float, iteration: int, source: str) -> LoggedEvent:
     return event(at, "restoring", iteration=iteration, source=source)
 
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ft.cli.run import STOPPED
 from megatron_ft.cli.run_command import RunCommand
 from megatron_ft.core.process_tools import last_lines
 from megatron_ft.launchers.process import LocalProcess
-from megatron_ft.supervisor.event_log import EVENTS, RecordedEvent
+from megatron_ft.supervisor.event_log import EVENTS, LoggedEvent, event_of
+from megatron_ft.supervisor.events import CommittedEvent, StoppedEvent
 from megatron_ft.supervisor.job_state import STATUS, read_record
 from megatron_ft.supervisor.supervisor import EXIT_CONTINUE
 
@@ -30,7 +30,7 @@ class Follower:
     def __init__(self, job: RunCommand, most_restarts: int = MOST_RESTARTS) -> None:
         self.job, self._most_restarts = job, most_restarts
         self.cluster = job.cluster()
-        self.events: list[RecordedEvent] = []
+        self.events: list[LoggedEvent] = []
         self.code: int | None = None
         self._restarts = 0
         self._rest, self._at = b"", 0
@@ -51,7 +51,7 @@ class Follower:
         self.process.join(seconds)
         self.read()
 
-    def read(self) -> list[RecordedEvent]:
+    def read(self) -> list[LoggedEvent]:
         """The events that were recorded since the last call; all are in ``events``."""
         path = self.job.notes / EVENTS
         if not path.exists():
@@ -61,7 +61,7 @@ class Follower:
             more = file.read()
         self._at += len(more)
         *lines, self._rest = (self._rest + more).split(b"\n")
-        new = [json.loads(line) for line in lines if line]
+        new = [event_of(json.loads(line)) for line in lines if line]
         self.events += new
         return new
 
@@ -81,13 +81,13 @@ class Follower:
         return ""
 
     def count(self, kind: str, since: float = 0.0) -> int:
-        return sum(event["kind"] == kind and event["at"] > since for event in self.events)
+        return sum(event.kind == kind and event.at > since for event in self.events)
 
     def protected_commits(self, since: float = 0.0) -> int:
         """Snapshots that survive a node loss, or that are as safe as they can be here."""
         level = "protected" if self.job.spec.scheme.parity_members else "local"
-        commits = (event for event in self.events if event["kind"] == "committed")
-        return sum(event["at"] > since and event["level"] == level for event in commits)
+        newer = (event.facts for event in self.events if event.at > since)
+        return sum(isinstance(one, CommittedEvent) and one.level == level for one in newer)
 
     def active(self) -> list[str]:
         """The nodes that train, by position, as the job has recorded."""
@@ -105,7 +105,7 @@ class Follower:
         return summary
 
     def reason(self) -> str:
-        told = [e["text"] for e in self.events if e["kind"] == STOPPED]
+        told = [e.text for e in self.events if isinstance(e.facts, StoppedEvent)]
         last = f"its command ended with {self.code}; end of {self.log}:\n{last_lines(self.log)}"
         return str(told[-1] if told else last).removeprefix("megatron-ft: stopped: ")
 
@@ -116,9 +116,9 @@ class Follower:
         self.cluster.destroy()
 
     def tail(self, count: int = 12) -> str:
-        start = self.events[0]["at"] if self.events else 0.0
-        shown = [e for e in self.events if e["text"] and e["kind"] != "committed"][-count:]
-        return "\n".join(f"{e['at'] - start:7.2f} s {e['kind']}: {e['text']}" for e in shown)
+        start = self.events[0].at if self.events else 0.0
+        shown = [e for e in self.events if e.text and e.kind != CommittedEvent.kind][-count:]
+        return "\n".join(f"{e.at - start:7.2f} s {e.kind}: {e.text}" for e in shown)
 
 
 async def until(condition: Callable[[], bool], seconds: float, whom: Callable[[], str]) -> None:

@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 
 from megatron_ft.cli.chaos.trace import Lines, differences, gaps
 from megatron_ft.cli.run import EXIT_UNRECOVERABLE
-from megatron_ft.supervisor.event_log import RecordedEvent
+from megatron_ft.supervisor.event_log import LoggedEvent
+from megatron_ft.supervisor.events import (
+    CommittedEvent,
+    DrainedEvent,
+    NodeLostEvent,
+    RestoringEvent,
+    SpareLostEvent,
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class Story:
     """
 
     parity: int
-    events: Sequence[RecordedEvent]
+    events: Sequence[LoggedEvent]
     strikes: Sequence[Struck]
     traces: Mapping[int, Lines]
     oracle: Mapping[int, Lines]
@@ -91,16 +98,16 @@ def judge(story: Story) -> Verdict:
 
 def restored(story: Story) -> Iterator[JudgedRestore]:
     for event, known in walk(story):
-        if event["kind"] == "restoring":
+        if isinstance(facts := event.facts, RestoringEvent):
             least, lost = known.least(), len(known.lost)
-            yield JudgedRestore(event["iteration"], event["source"], least, lost, event["at"])
+            yield JudgedRestore(facts.iteration, facts.source, least, lost, event.at)
 
 
-def walk(story: Story) -> Iterator[tuple[RecordedEvent, Known]]:
+def walk(story: Story) -> Iterator[tuple[LoggedEvent, Known]]:
     """Every event with what was known to be safe just before it."""
     known = Known(story.parity)
-    happened: list[tuple[float, RecordedEvent | Struck]] = [
-        (event["at"], event) for event in story.events
+    happened: list[tuple[float, LoggedEvent | Struck]] = [
+        (event.at, event) for event in story.events
     ]
     happened += [(strike.at, strike) for strike in story.strikes]
     suspended: dict[str, int] = {}
@@ -111,10 +118,11 @@ def walk(story: Story) -> Iterator[tuple[RecordedEvent, Known]]:
             known.fresh = False
             continue
         yield one, known
-        if one["kind"] == "node_lost" and one["node"] in suspended:
-            known.lost.add(suspended[one["node"]])
-        elif one["kind"] == "restoring":
-            known.back_to(one["iteration"])
+        facts = one.facts
+        if isinstance(facts, NodeLostEvent) and facts.node in suspended:
+            known.lost.add(suspended[facts.node])
+        elif isinstance(facts, RestoringEvent):
+            known.back_to(facts.iteration)
         else:
             known.record(one)
 
@@ -130,15 +138,16 @@ class Known:
     lost: set[int] = field(default_factory=set)
     fresh: bool = True
 
-    def record(self, event: RecordedEvent) -> None:
-        if event["kind"] == "trainers_started":
+    def record(self, event: LoggedEvent) -> None:
+        facts = event.facts
+        if event.kind == "trainers_started":
             self.fresh = True
-        elif event["kind"] == "drained":
-            self.drained = event["iteration"]
-        elif event["kind"] == "committed":
-            self.committed = event["iteration"]
-            if event["level"] == "protected":
-                self.protected = event["iteration"]
+        elif isinstance(facts, DrainedEvent):
+            self.drained = facts.iteration
+        elif isinstance(facts, CommittedEvent):
+            self.committed = facts.iteration
+            if facts.level == "protected":
+                self.protected = facts.iteration
                 # All nodes of an incarnation that began after the losses have answered.
                 if self.fresh:
                     self.lost.clear()
@@ -177,7 +186,7 @@ def _restores(story: Story, restores: Sequence[JudgedRestore]) -> Iterator[str]:
             )
         if one.source == "disk" and one.lost <= story.parity:
             yield f"the disk was taken with {one.lost} nodes lost, parity is for {story.parity}"
-    kinds = [event["kind"] for event in story.events]
+    kinds = [event.kind for event in story.events]
     if "committed" in kinds:
         after = kinds[kinds.index("committed") :]
         if after.count("trainers_started") > after.count("restoring"):
@@ -187,9 +196,11 @@ def _restores(story: Story, restores: Sequence[JudgedRestore]) -> Iterator[str]:
 def unplanned(story: Story, since: float = 0.0) -> Iterator[str]:
     struck = {node for strike in story.strikes for node in (*strike.nodes, *strike.suspended)}
     for event in story.events:
-        given_up = event["kind"] in ("node_lost", "spare_lost") and event["at"] >= since
-        if given_up and event["node"] not in struck:
-            yield f"node {event['node']} was given up, and nothing had struck it"
+        facts = event.facts
+        if not isinstance(facts, NodeLostEvent | SpareLostEvent) or event.at < since:
+            continue
+        if facts.node not in struck:
+            yield f"node {facts.node} was given up, and nothing had struck it"
 
 
 def byte_problems(story: Story) -> Iterator[str]:

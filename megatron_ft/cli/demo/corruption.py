@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron_ft.core.environment import NODE
-from megatron_ft.supervisor.event_log import RecordedEvent
+from megatron_ft.supervisor.event_log import LoggedEvent
+from megatron_ft.supervisor.events import ReplicasDifferEvent, RestoringEvent
 
 VARIABLE = "MEGATRON_FT_DEMO_BROKEN"
 _WINDOW = (0.3, 0.5)
@@ -49,23 +50,27 @@ def corrupt(model: Sequence[Any], iteration: int) -> None:
     weight.view(-1).view(torch.uint8)[0] ^= 1 << _BIT
 
 
-def undone(broken: BrokenMemory, events: Sequence[RecordedEvent]) -> list[str]:
+def undone(broken: BrokenMemory, events: Sequence[LoggedEvent]) -> list[str]:
     """The job's answer to a broken memory, as lines; none unless it was found, the node alone was
     blamed, and training resumed from before.
     """
-    found = next((e for e in events if e["kind"] == "replicas_differ"), None)
-    later = [] if found is None else events[events.index(found) :]
-    first = {e["kind"]: e for e in reversed(later)}
-    if found is None or found["nodes"] != [broken.node] or "restoring" not in first:
+    known = [(number, event.facts) for number, event in enumerate(events)]
+    differ = next(((n, one) for n, one in known if isinstance(one, ReplicasDifferEvent)), None)
+    if differ is None:
         return []
-    back_to = first["restoring"]["iteration"]
-    if not back_to < broken.iteration <= found["iteration"]:
+    number, found = differ
+    back = next((one for _, one in known[number:] if isinstance(one, RestoringEvent)), None)
+    if found.nodes != [broken.node] or back is None:
         return []
-    moved = first["spare"]["text"] if "spare" in first else "no spare took over"
+    back_to = back.iteration
+    if not back_to < broken.iteration <= found.iteration:
+        return []
+    moves = (event.text for event in events[number:] if event.kind == "spare")
+    moved = next(moves, "no spare took over")
     return [
         f"CORRUPTED on purpose: on {broken.node} a bit of a weight was wrong from the end of "
         f"iteration {broken.iteration} on.",
-        f"  Found at iteration {found['iteration']}: the snapshot was not committed.  On "
-        f"{broken.node} alone {found['tensors']} was unlike its replicas.",
+        f"  Found at iteration {found.iteration}: the snapshot was not committed.  On "
+        f"{broken.node} alone {found.tensors} was unlike its replicas.",
         f"  Undone: training resumed from iteration {back_to}; {moved}.",
     ]

@@ -12,8 +12,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from megatron_ft.cli.chaos.trace import TraceLine
-from megatron_ft.supervisor.event_log import RecordedEvent
-from megatron_ft.supervisor.events import EndedEvent
+from megatron_ft.supervisor.event_log import LoggedEvent
+from megatron_ft.supervisor.events import (
+    EndedEvent,
+    RecoveredEvent,
+    RestoringEvent,
+    TrainingEvent,
+)
 from megatron_ft.supervisor.heartbeats import PARTS
 
 Traces = Mapping[int, Sequence[TraceLine]]
@@ -126,25 +131,24 @@ _DETECTIONS = (
 )
 
 
-def _noticed(event: RecordedEvent) -> float:
+def _noticed(event: LoggedEvent) -> float:
     """The time of a detection.  The end of an incarnation is reported when its trainers are dead,
     and says how long ago it was; the clock of the parts begins there."""
-    at: float = event["at"]
-    return at - event["ago"] if event["kind"] == EndedEvent.kind else at
+    return event.at - event.facts.ago if isinstance(event.facts, EndedEvent) else event.at
 
 
 def recoveries(
-    strikes: Sequence[DemoStrike], events: Sequence[RecordedEvent], traces: Traces
+    strikes: Sequence[DemoStrike], events: Sequence[LoggedEvent], traces: Traces
 ) -> list[DemoRecovery]:
     ends = [strike.monotonic for strike in strikes[1:]] + [float("inf")]
     return [
-        _recovery(strike, [e for e in events if strike.monotonic <= e["at"] < until], traces)
+        _recovery(strike, [e for e in events if strike.monotonic <= e.at < until], traces)
         for strike, until in zip(strikes, ends, strict=False)
     ]
 
 
-def _recovery(strike: DemoStrike, events: Sequence[RecordedEvent], traces: Traces) -> DemoRecovery:
-    detections = [_noticed(e) - strike.monotonic for e in events if e["kind"] in _DETECTIONS]
+def _recovery(strike: DemoStrike, events: Sequence[LoggedEvent], traces: Traces) -> DemoRecovery:
+    detections = [_noticed(e) - strike.monotonic for e in events if e.kind in _DETECTIONS]
     noticed = DemoRecovery(
         victim=strike.victim,
         kind=strike.fault.kind.value,
@@ -153,26 +157,26 @@ def _recovery(strike: DemoStrike, events: Sequence[RecordedEvent], traces: Trace
         detect=min(detections, default=None),
     )
     # Several starts in a row when something failed in between: the last one counts.
-    incarnations = [e["incarnation"] for e in events if e["kind"] == "training"]
+    incarnations = [e.incarnation for e in events if isinstance(e.facts, TrainingEvent)]
     if not incarnations or incarnations[-1] <= strike.incarnation:
         return noticed
-    newest = [e for e in events if e["incarnation"] == incarnations[-1]]
-    measured = next((e for e in newest if e["kind"] == "recovered"), None)
+    newest = [e.facts for e in events if e.incarnation == incarnations[-1]]
+    measured = next((one for one in newest if isinstance(one, RecoveredEvent)), None)
     lines = [line for rank in traces.values() for line in rank]
     again = [line for line in lines if line.incarnation == incarnations[-1]]
     reached = max(line.iteration for line in lines if line.incarnation < incarnations[-1])
-    restored = next((e for e in newest if e["kind"] == "restoring"), None)
-    back_to = restored["iteration"] if restored else 0
+    restored = next((one for one in newest if isinstance(one, RestoringEvent)), None)
+    back_to = restored.iteration if restored else 0
     first = min((line.iteration for line in again), default=-1)
     # The last rank's end is that of the iteration.
     ends = [line.time - strike.wall for line in again if line.iteration == first]
     done = max(ends) if ends else None
     return dataclasses.replace(
         noticed,
-        source=restored["source"] if restored else None,
+        source=restored.source if restored else None,
         restored_iteration=back_to if restored else None,
         iterations_lost=reached - back_to,
-        parts={} if measured is None else {name: measured[name] for name in PARTS},
-        starts={} if measured is None else measured["starts"],
+        parts={} if measured is None else {name: getattr(measured, name) for name in PARTS},
+        starts={} if measured is None else measured.starts,
         seconds_to_first_iteration=done,
     )

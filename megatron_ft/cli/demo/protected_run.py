@@ -15,7 +15,8 @@ from megatron_ft.cli.demo.faults import DemoFault, DemoStrike, DemoVictim
 from megatron_ft.cli.demo.report import DemoReshape
 from megatron_ft.cli.demo.settings import SNAPSHOT_INTERVAL
 from megatron_ft.cli.run_command import RunCommand
-from megatron_ft.supervisor.event_log import RecordedEvent
+from megatron_ft.supervisor.event_log import LoggedEvent
+from megatron_ft.supervisor.events import CommittedEvent
 
 POLL_SECONDS = 0.02
 SHOWN_EVERY = 5
@@ -94,7 +95,7 @@ class ProtectedRun:
     def _read(self) -> None:
         self.follower.read()
         for event in self.follower.events[self._shown :]:
-            self._incarnation = max(self._incarnation, event["incarnation"])
+            self._incarnation = max(self._incarnation, event.incarnation)
             self._take(event)
         self._shown = len(self.follower.events)
         for line in self._tail.read():
@@ -110,14 +111,14 @@ class ProtectedRun:
                 done = f"{line.iteration:3}/{self._iterations}{loss}"
                 self._log(f"iteration {done}  {self._newest_snapshot(line.iteration)}")
 
-    def _take(self, event: RecordedEvent) -> None:
-        if event["kind"] in _TOLD:
-            self._log(event["text"])
-        if event["kind"] == "committed":
-            self._committed = event["iteration"]
-            recent = not self._lines or event["iteration"] > self._lines[-1].iteration - STALE
+    def _take(self, event: LoggedEvent) -> None:
+        if event.kind in _TOLD:
+            self._log(event.text)
+        if isinstance(facts := event.facts, CommittedEvent):
+            self._committed = facts.iteration
+            recent = not self._lines or facts.iteration > self._lines[-1].iteration - STALE
             # A job without parity has local commits only.
-            if recent and event["level"] == ("protected" if self._has_parity else "local"):
+            if recent and facts.level == ("protected" if self._has_parity else "local"):
                 self._protected_incarnation = self._incarnation
 
     @property

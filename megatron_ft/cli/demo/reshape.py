@@ -11,9 +11,10 @@ from dataclasses import replace
 from math import isclose, nan
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
+from msgspec import UNSET
 
 from megatron_ft.checkpoint.captured import GlobalTensors
 from megatron_ft.checkpoint.live import LiveSource, open_live
@@ -26,8 +27,10 @@ from megatron_ft.cli.demo.report import DemoReshape
 from megatron_ft.cli.demo.settings import RESHAPED_ITERATIONS, DemoFolders, DemoSettings
 from megatron_ft.cli.run_command import RunCommand
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.supervisor.event_log import RecordedEvent
+from megatron_ft.supervisor.events import EventFacts, RebuiltEvent, ReshapedEvent
 from megatron_ft.supervisor.job_state import read_record
+
+Facts = TypeVar("Facts", bound=EventFacts)
 
 Digests = Mapping[str, str]
 """Names of tensors of the unsharded model to digests of dtype, shape and bytes."""
@@ -67,7 +70,7 @@ class ReshapedRun(ProtectedRun):
         after = self._settings.reshape
         self._log(f"starting the job again with {after}, on {self._after.spec.nodes} nodes")
         self.follower.start(self._after)
-        if end := self._follow(lambda: self._event("reshaped") is not None):
+        if end := self._follow(lambda: self._facts(ReshapedEvent) is not None):
             return end
         self._note(before)
         return self._follow()
@@ -95,10 +98,10 @@ class ReshapedRun(ProtectedRun):
         strike = self.strikes[-1]
         self.strikes[-1] = replace(strike, victim=f"{strike.victim}, then {settings.reshape}")
 
-    def _event(self, kind: str) -> RecordedEvent | None:
+    def _facts(self, kind: type[Facts]) -> Facts | None:
         since = self.strikes[-1].monotonic
-        found = (e for e in reversed(self.follower.events) if e["kind"] == kind)
-        return next((event for event in found if event["at"] > since), None)
+        newer = (e.facts for e in reversed(self.follower.events) if e.at > since)
+        return next((one for one in newer if isinstance(one, kind)), None)
 
     def _memory(self) -> LiveSource:
         record = read_record(self.follower.job.notes, self._job.name)
@@ -107,9 +110,9 @@ class ReshapedRun(ProtectedRun):
 
     def _note(self, before: Mapping[int, Digests]) -> None:
         """Compare all tensors with those ``before``, by iteration; note it as ``reshape``."""
-        event, rebuilt = self._event("reshaped"), self._event("rebuilt")
+        event, rebuilt = self._facts(ReshapedEvent), self._facts(RebuiltEvent)
         assert event is not None, "it was awaited"
-        source, iteration = self._memory(), event["iteration"]
+        source, iteration = self._memory(), event.iteration
         # Captures that need its slot are skipped while it is read.
         info = next((one for one in source.snapshots() if one.iteration == iteration), None)
         if info is None or iteration not in before:
@@ -119,16 +122,17 @@ class ReshapedRun(ProtectedRun):
                 "there is nothing to compare"
             )
         old, new = before[iteration], digests_of(source, info)
+        read = event.storage_bytes_read
         count, different = len(old.keys() | new.keys()), differing(old, new)
         self.reshape = DemoReshape(
             iteration=iteration,
             tensors=count,
             identical_tensors=count - len(different),
             different=different,
-            bytes_needed=event["bytes_needed"],
-            bytes_decoded=rebuilt["bytes_decoded"] if rebuilt else 0,
-            storage_bytes_read=event.get("storage_bytes_read"),
-            seconds=event["seconds"],
+            bytes_needed=event.bytes_needed,
+            bytes_decoded=rebuilt.bytes_decoded if rebuilt else 0,
+            storage_bytes_read=None if read is UNSET else read,
+            seconds=event.seconds,
         )
         self._log(f"{self.reshape.identical_tensors} of {self.reshape.tensors} tensors are equal")
 

@@ -26,7 +26,6 @@ from megatron_ft.cli.report.command import write_report
 from megatron_ft.cli.run import EXIT_BUDGET, EXIT_NO_SPARE, EXIT_UNRECOVERABLE
 from megatron_ft.cli.run_command import RunCommand
 from megatron_ft.core.errors import ControlPlaneError
-from megatron_ft.supervisor.event_log import event_of
 from megatron_ft.supervisor.ledger import ledger
 
 
@@ -89,7 +88,7 @@ class Demo:
             ranks = range(max(layout.ranks for layout in self.settings.layouts))
             traces = {rank: read_trace(self.folders.protected, rank) for rank in ranks}
             report.recoveries = recoveries(run.strikes, follower.events, traces)
-            events = [event_of(line) for line in follower.events]
+            events = follower.events
             report.reshape, report.ledger = run.reshape, ledger(events)
             if self.settings.broken is not None:
                 report.corruption = undone(self.settings.broken, follower.events)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,6 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.cli.chaos.judge import Story, Struck
 from megatron_ft.cli.run import EXIT_BUDGET, EXIT_NO_SPARE, EXIT_UNRECOVERABLE
+from megatron_ft.supervisor.event_log import LoggedEvent
 from tests.support.campaign import rule as j
 from tests.support.campaign.__main__ import main
 from tests.support.campaign.plan import (
@@ -74,9 +73,9 @@ KILLED = Story(
 )
 
 
-def instead(story: Story, kind: str, *others: Mapping[str, Any]) -> Story:
+def instead(story: Story, kind: str, *others: LoggedEvent) -> Story:
     """The story with other events in the place of those of a kind."""
-    kept = [e for e in story.events if e["kind"] != kind]
+    kept = [e for e in story.events if e.kind != kind]
     return replace(story, events=[*kept, *others])
 
 

@@ -74,7 +74,7 @@ def test_a_mistake_of_ours_ends_what_made_it_and_nothing_waits_for_an_answer(
     settings: ChaosSettings, oracle: dict[int, Lines], case: str, event: str
 ) -> None:
     outcome = run(case, settings, oracle)
-    kinds = [one["kind"] for one in outcome.story.events]
+    kinds = [one.kind for one in outcome.story.events]
     assert event in kinds and "node_lost" not in kinds, outcome.tail
 
 

@@ -57,6 +57,7 @@ from megatron_ft.cli.demo.settings import (  # noqa: E402
 )
 from megatron_ft.core.errors import ConfigError, ProtectionError  # noqa: E402
 from megatron_ft.launchers.virtual import default_root  # noqa: E402
+from megatron_ft.supervisor.event_log import LoggedEvent, event_of  # noqa: E402
 from megatron_ft.supervisor.job_state import STATUS  # noqa: E402
 
 
@@ -139,11 +140,14 @@ def test_a_job_that_must_refuse_gets_the_loss_alone() -> None:
     assert len(faults_of(DemoSettings(lose=2, protect="rs:2+2"))) == 3
 
 
-def told(nodes: list[str], back_to: int = 18) -> list[dict[str, Any]]:
+def told(nodes: list[str], back_to: int = 18) -> list[LoggedEvent]:
     """The events of a flip that was found at iteration 20."""
-    found = {"kind": "replicas_differ", "iteration": 20, "nodes": nodes, "tensors": "w"}
-    spare = {"kind": "spare", "text": "node4 takes the place of node1"}
-    return [{"kind": "committed"}, found, spare, {"kind": "restoring", "iteration": back_to}]
+    return [
+        seen("committed", 1.0, 1),
+        seen("replicas_differ", 2.0, 1, iteration=20, nodes=nodes, tensors="w"),
+        seen("spare", 3.0, 2)._replace(text="node4 takes the place of node1"),
+        seen("restoring", 4.0, 2, iteration=back_to),
+    ]
 
 
 def test_a_broken_memory_is_undone_if_its_node_alone_is_blamed_and_nothing_of_it_is_left() -> None:
@@ -392,8 +396,9 @@ def test_nothing_compared_is_not_identical() -> None:
 # Recoveries
 
 
-def seen(kind: str, at: float, incarnation: int, **fields: Any) -> dict[str, Any]:
-    return {"kind": kind, "text": kind, "at": at, "incarnation": incarnation, **fields}
+def seen(kind: str, at: float, incarnation: int, **fields: Any) -> LoggedEvent:
+    line = {"time": at, "at": at, "job": "j", "kind": kind, "text": kind}
+    return event_of({**line, "incarnation": incarnation, **fields})
 
 
 PARTS = {"detect": 0.0, "kill": 0.2, "decide": 0.3, "rebuild": 2.0, "start": 7.0, "iterate": 1.5}
@@ -408,7 +413,7 @@ EVENTS = [
 ]
 
 
-def recovered(traces: faults.Traces, events: list[dict[str, Any]] = EVENTS) -> Any:
+def recovered(traces: faults.Traces, events: list[LoggedEvent] = EVENTS) -> Any:
     # Monotonic time is wall time less 1000 here.
     return faults.recoveries([STRIKE], events, traces)
 
@@ -523,8 +528,7 @@ def test_a_fault_waits_for_a_protected_snapshot_that_is_not_old(tmp_path: Path) 
     run._incarnation, run._lines = 2, [line(60, incarnation=2)]
     try:
         for iteration, due in ((22, False), (58, True)):
-            event = {"kind": "committed", "iteration": iteration, "level": "protected"}
-            run._take(event)
+            run._take(seen("committed", 1.0, 2, iteration=iteration, level="protected"))
             assert run._is_due(fault) is due
     finally:
         run.follower.cluster.destroy()

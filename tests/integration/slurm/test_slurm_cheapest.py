@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.core.identity import HOLD, SHRINK
-from megatron_ft.supervisor.event_log import EVENTS, RecordedEvent
+from megatron_ft.supervisor.event_log import EVENTS
 from megatron_ft.supervisor.recovery_cost import HOST, LEFT, QUEUE, REQUEUE
 from tests.integration.jobs.test_reshape_jobs import check, command
 from tests.support.slurm_jobs import NEEDS_SLURM, SlurmJob, Submit
@@ -54,7 +54,7 @@ def test_the_cheapest_way_follows_from_the_figures(
     check(tmp_path, ranks)
 
 
-def decided(job: SlurmJob) -> RecordedEvent:
+def decided(job: SlurmJob) -> dict[str, Any]:
     lines = (job.folder / "state" / job.name / EVENTS).read_text().splitlines()
     (found,) = (event for event in map(json.loads, lines) if event["kind"] == "decided")
     return dict(found)

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ft.cli.chaos.judge import Story, byte_problems, restored, unplanned, walk
-from megatron_ft.cli.run import EXIT_NO_SPARE, EXIT_UNRECOVERABLE, STOPPED
-from megatron_ft.supervisor.event_log import RecordedEvent
+from megatron_ft.cli.run import EXIT_NO_SPARE, EXIT_UNRECOVERABLE
+from megatron_ft.supervisor.event_log import LoggedEvent
+from megatron_ft.supervisor.events import CommittedEvent, RestoringEvent, StoppedEvent
 
 RIGHT, HONEST = "right", "honest stop"
 WRONG_BYTES, WRONG_START, LOST = "wrong bytes", "wrong start", "lost commit"
@@ -49,26 +50,24 @@ def rule(story: Story, since: float, spares: int) -> Ruling:
     for outcome in OUTCOMES[2:]:
         if found[outcome]:
             return Ruling(outcome, tuple(found[outcome]))
-    stopped = any(e["kind"] == STOPPED and e["at"] >= since for e in story.events)
+    stopped = any(isinstance(e.facts, StoppedEvent) and e.at >= since for e in story.events)
     return Ruling(HONEST if stopped else RIGHT)
 
 
 def _starts(story: Story, since: float) -> Iterator[str]:
     """Starts of ranks at another iteration than the job had decided, or from nothing."""
     due, committed, decided = 0, False, False
-    happened: list[tuple[float, RecordedEvent | int]] = [
-        (event["at"], event) for event in story.events
-    ]
+    happened: list[tuple[float, LoggedEvent | int]] = [(event.at, event) for event in story.events]
     happened += [start for start in story.starts if start[0] >= since]
     for at, one in sorted(happened, key=lambda pair: pair[0]):
         if isinstance(one, int):
             if one != due:
                 yield f"a rank started at iteration {one}, where {due} was decided"
-        elif one["kind"] == "committed":
+        elif isinstance(one.facts, CommittedEvent):
             committed = True
-        elif one["kind"] == "restoring":
-            due, decided = one["iteration"], True
-        elif one["kind"] == "trainers_started":
+        elif isinstance(one.facts, RestoringEvent):
+            due, decided = one.facts.iteration, True
+        elif one.kind == "trainers_started":
             if at >= since and committed and not decided:
                 yield "trainers were started again from nothing"
             decided = False
@@ -77,9 +76,10 @@ def _starts(story: Story, since: float) -> Iterator[str]:
 def _needless(story: Story, since: float, spares: int) -> Iterator[str]:
     nodes = {node for strike in story.strikes if strike.at >= since for node in strike.nodes}
     for event, known in walk(story):
-        if event["kind"] != STOPPED or event["at"] < since:
+        facts = event.facts
+        if not isinstance(facts, StoppedEvent) or event.at < since:
             continue
         too_many = len(known.lost) > story.parity and known.drained < 0
         honest = {EXIT_UNRECOVERABLE: too_many, EXIT_NO_SPARE: len(nodes) > spares}
-        if not honest.get(event["code"], False):
-            yield f"the job stopped with {len(known.lost)} nodes lost: {event['text']}"
+        if not honest.get(facts.code, False):
+            yield f"the job stopped with {len(known.lost)} nodes lost: {event.text}"

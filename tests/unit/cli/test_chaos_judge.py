@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_ft.cli.chaos.judge import Story, Struck, judge
 from megatron_ft.cli.chaos.trace import Lines
 from megatron_ft.cli.run import EXIT_NO_SPARE, EXIT_UNRECOVERABLE
+from megatron_ft.supervisor.event_log import LoggedEvent
 from tests.support.chaos_events import ORACLE, commit, event, restoring, trained
 
 EVENTS = [
@@ -36,8 +36,8 @@ GOOD = Story(
 )
 
 
-def with_restore(one: dict[str, Any], story: Story = GOOD) -> Story:
-    events = [one if e["kind"] == "restoring" else e for e in story.events]
+def with_restore(one: LoggedEvent, story: Story = GOOD) -> Story:
+    events = [one if e.kind == "restoring" else e for e in story.events]
     return replace(story, events=events)
 
 
@@ -114,7 +114,7 @@ def test_losses_count_until_a_later_incarnation_has_protected_all_again() -> Non
 def test_memory_of_a_suspended_node_is_lost_only_when_the_job_gives_it_up() -> None:
     stopped = Struck(4, "SMP of n1 stopped", (), (), {"n1": 1})
     assert judge(replace(GOOD, strikes=[stopped])).restores[0].lost == 1
-    events = [e for e in EVENTS if e["kind"] != "node_lost"]
+    events = [e for e in EVENTS if e.kind != "node_lost"]
     kept = judge(replace(GOOD, strikes=[stopped], events=events))
     assert kept.restores[0].lost == 0 and "8 was safe" in kept.problems[0]
 

@@ -20,7 +20,7 @@ from tests.support.jobs import ROOT
 
 EMITTERS = ("emit", "_emit")
 MADE_OF_VARIABLES = {
-    *("supervising", "stopped", "paused", "resumed"),
+    *("supervising", "paused", "resumed", "exposed", "protected_again"),
     *("evacuating", "evacuated", "not_evacuated", "undone", "grown"),
 }
 STRUCTS = {facts.__name__: kind for kind, facts in FACTS.items()}
