@@ -49,6 +49,7 @@ GIVEN = {
     "--host-seconds": "90.0",
     "--queue-seconds": "45.0",
     "--grow": "off",
+    "--exposed-iterations": "9",
 }
 
 
