@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from megatron_ft.arena.arrivals import Arrivals
 from megatron_ft.arena.format import HASH_BYTES, round_up
 from megatron_ft.core import copy_crc, isal
+from megatron_ft.core.copy_crc import CopyCrc, Words
 from megatron_ft.core.errors import ArenaCorruptError, ArenaError
 from megatron_ft.core.identity import SealedRecord, SnapshotId
 
@@ -281,7 +282,7 @@ class BlockCheck:
     """The digest table of a sealed region, and the blocks that it vouches for.
 
     Blocks may be asked about in any order and by several threads; digests are made without the
-    GIL.  ``blocks`` is how many precede ``digest_offset``.
+    GIL.  ``blocks``, of ``block_bytes`` each, is how many precede ``digest_offset``.
     """
 
     def __init__(self, data: Bytes, record: SealedRecord, block_bytes: int, run: int = 1) -> None:
@@ -292,7 +293,7 @@ class BlockCheck:
         """
         covered = min(max(record.digest_offset, 0), data.size)
         self.blocks = table_entries(covered, block_bytes)
-        self._data, self._block_bytes = data[:covered], block_bytes
+        self._data, self.block_bytes = data[:covered], block_bytes
         # A copy, so that nobody changes it after the root has proved it.
         table = digest_table(data, record) if fits(data.size, record) else None
         sealed = table is not None and digest_root(table, record) == record.digest_root
@@ -301,6 +302,24 @@ class BlockCheck:
         if run > 1 and self._table is not None:
             self._runs = joined_crcs(self._table[: covered // block_bytes], block_bytes, run)
 
+    def copy(self, library: CopyCrc, first: int, stop: int, parts: Words, ends: Words) -> list[int]:
+        """As ``bad``, and makes the copies out of blocks that are right, as the library does."""
+        if self._table is None:
+            return self.bad(first, stop)
+        piece = self._data[first * self.block_bytes : stop * self.block_bytes]
+        table = self._table[first:stop]
+        return [first + n for n in library.verified(piece, self.block_bytes, table, parts, ends)]
+
+    def bounce(self, first: int, stop: int, buffer: Bytes) -> list[int]:
+        """As ``bad``, of the copy that it makes in ``buffer``, which may be longer."""
+        if self._table is None:
+            return self.bad(first, stop)
+        piece = self._data[first * self.block_bytes : stop * self.block_bytes]
+        expected = self._table[first:stop]
+        found = np.empty_like(expected)
+        copy_blocks(piece, buffer[: piece.size], self.block_bytes, found)
+        return [first + int(number) for number in np.flatnonzero(found != expected)]
+
     def bad(self, first: int, stop: int) -> list[int]:
         """Numbers of the blocks from ``first`` to before ``stop`` without the sealed bytes.
 
@@ -308,12 +327,12 @@ class BlockCheck:
         """
         if self._table is None:
             return list(range(first, max(stop, first + 1)))
-        piece = self._data[first * self._block_bytes : stop * self._block_bytes]
+        piece = self._data[first * self.block_bytes : stop * self.block_bytes]
         number, rest = divmod(first, self._run)
         if not rest and stop - first == self._run and number < self._runs.size:
             if isal.crc64(piece) == self._runs[number]:
                 return []
-        return wrong_blocks(piece, first, self._table[first:stop], self._block_bytes)
+        return wrong_blocks(piece, first, self._table[first:stop], self.block_bytes)
 
 
 def wrong_blocks(piece: Bytes, first: int, expected: Table, block_bytes: int) -> list[int]:

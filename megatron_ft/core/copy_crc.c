@@ -32,6 +32,7 @@ struct part {
 #define REFLECTED 0xC96C5795D7870F42ULL
 #define STRIDE 256
 #define LINE 64
+#define AHEAD 4096 /* bytes that are asked for early: reads wait behind streamed stores otherwise */
 
 enum { NONE, PLAIN, STREAM };
 
@@ -120,11 +121,77 @@ static uint64_t by_tables(const uint8_t *from, size_t length, uint64_t raw)
     return raw;
 }
 
-/* FOLDS(name, features, type, count, load, first, key, fold, plain, stream): three functions that
- * take the raw CRC of a multiple of STRIDE bytes in `count` values of one width, and store them. */
+/* Copies that are still to be made. */
+struct queue {
+    const struct part *next, *end;
+    uint8_t *to;
+    const uint8_t *from;
+    size_t left;
+};
+
+#define LOAD1(from) _mm_loadu_si128((const __m128i *)(from))
+#define STREAM1(to, value) _mm_stream_si128((__m128i *)(to), value)
+
+static inline void stream_line(uint8_t *to, const uint8_t *from)
+{
+    __m128i a = LOAD1(from), b = LOAD1(from + 16), c = LOAD1(from + 32), d = LOAD1(from + 48);
+    STREAM1(to, a);
+    STREAM1(to + 16, b);
+    STREAM1(to + 32, c);
+    STREAM1(to + 48, d);
+}
+
+/* Copy past the caches; whole lines where the target's begin. */
+static void streamed(const uint8_t *from, uint8_t *to, size_t length)
+{
+    size_t head = -(uintptr_t)to % LINE;
+    if (head > length)
+        head = length;
+    memcpy(to, from, head);
+    from += head, to += head, length -= head;
+    for (; length >= LINE; from += LINE, to += LINE, length -= LINE)
+        stream_line(to, from);
+    memcpy(to, from, length);
+}
+
+/* Make at least `wanted` bytes of the copies, if there are so many. */
+static void make(struct queue *queue, size_t wanted)
+{
+    while (wanted) {
+        if (!queue->left) {
+            if (queue->next == queue->end)
+                return;
+            queue->to = queue->next->target;
+            queue->from = queue->next->source;
+            queue->left = queue->next++->length;
+        }
+        size_t step = queue->left;
+        if (wanted < step) { /* to the end of a line */
+            size_t lines = wanted + -((uintptr_t)queue->to + wanted) % LINE;
+            step = lines < step ? lines : step;
+        }
+        streamed(queue->from, queue->to, step);
+        queue->to += step, queue->from += step, queue->left -= step;
+        wanted -= step < wanted ? step : wanted;
+    }
+}
+
+static inline void make_stride(struct queue *queue)
+{
+    if (queue->left < STRIDE || (uintptr_t)queue->to % LINE) {
+        make(queue, STRIDE);
+        return;
+    }
+    for (int line = 0; line < STRIDE; line += LINE)
+        stream_line(queue->to + line, queue->from + line);
+    queue->to += STRIDE, queue->from += STRIDE, queue->left -= STRIDE;
+}
+
+/* FOLD defines a function that takes the raw CRC of a multiple of STRIDE bytes in COUNT values of
+ * one width, stores them, and makes copies of the queue beside it. */
 #define FOLD(NAME, FEATURES, TYPE, COUNT, LOAD, FIRST, KEY, FOLDED, STORE)                         \
     __attribute__((target(FEATURES))) static uint64_t NAME(                                        \
-        const uint8_t *from, uint8_t *to, size_t length, uint64_t raw)                             \
+        const uint8_t *from, uint8_t *to, size_t length, uint64_t raw, struct queue *beside)       \
     {                                                                                              \
         enum { WIDTH = sizeof(TYPE), STEP = WIDTH * COUNT };                                       \
         const TYPE key = KEY(STEP == 256 ? by_2048 : by_1024);                                     \
@@ -135,20 +202,25 @@ static uint64_t by_tables(const uint8_t *from, size_t length, uint64_t raw)
             STORE(to + n * WIDTH, value[n]);                                                       \
         }                                                                                          \
         value[0] = FIRST(value[0], raw);                                                           \
-        for (size_t at = STEP; at < length; at += STEP)                                            \
+        for (size_t at = STEP; at < length; at += STEP) {                                          \
             _Pragma("GCC unroll 8") for (int n = 0; n < COUNT; n++)                                \
             {                                                                                      \
                 TYPE next = LOAD(from + at + n * WIDTH);                                           \
                 STORE(to + at + n * WIDTH, next);                                                  \
                 value[n] = FOLDED(value[n], key, next);                                            \
             }                                                                                      \
+            if (beside && at % STRIDE == 0) {                                                      \
+                for (int line = 0; line < STRIDE; line += LINE)                                    \
+                    _mm_prefetch((const char *)from + at + AHEAD + line, _MM_HINT_T0);             \
+                make_stride(beside);                                                               \
+            }                                                                                      \
+        }                                                                                          \
         memcpy(left, value, STEP);                                                                 \
         return by_tables(left, STEP, 0);                                                           \
     }
 
 #define NOWHERE(to, value) (void)(to)
 
-#define LOAD1(from) _mm_loadu_si128((const __m128i *)(from))
 #define KEY1(powers) _mm_set_epi64x((long long)(powers)[1], (long long)(powers)[0])
 #define FIRST1(value, raw) _mm_xor_si128(value, _mm_set_epi64x(0, (long long)(raw)))
 #define FOLDED1(value, key, next)                                                                  \
@@ -156,7 +228,6 @@ static uint64_t by_tables(const uint8_t *from, size_t length, uint64_t raw)
                                 _mm_clmulepi64_si128(value, key, 0x11)),                           \
                   next)
 #define PLAIN1(to, value) _mm_storeu_si128((__m128i *)(to), value)
-#define STREAM1(to, value) _mm_stream_si128((__m128i *)(to), value)
 FOLD(none1, "pclmul", __m128i, 8, LOAD1, FIRST1, KEY1, FOLDED1, NOWHERE)
 FOLD(plain1, "pclmul", __m128i, 8, LOAD1, FIRST1, KEY1, FOLDED1, PLAIN1)
 FOLD(stream1, "pclmul", __m128i, 8, LOAD1, FIRST1, KEY1, FOLDED1, STREAM1)
@@ -189,7 +260,7 @@ FOLD(none4, WIDE4, __m512i, 4, LOAD4, FIRST4, KEY4, FOLDED4, NOWHERE)
 FOLD(plain4, WIDE4, __m512i, 4, LOAD4, FIRST4, KEY4, FOLDED4, PLAIN4)
 FOLD(stream4, WIDE4, __m512i, 4, LOAD4, FIRST4, KEY4, FOLDED4, STREAM4)
 
-typedef uint64_t fold(const uint8_t *, uint8_t *, size_t, uint64_t);
+typedef uint64_t fold(const uint8_t *, uint8_t *, size_t, uint64_t, struct queue *);
 static fold *const folds[3][3] = {
     {none1, plain1, stream1}, {none2, plain2, stream2}, {none4, plain4, stream4}};
 
@@ -212,25 +283,8 @@ static uint64_t copied(const uint8_t *from, uint8_t *to, size_t length, uint64_t
     raw = few(from, to, head, raw);
     from += head, to = to ? to + head : nowhere;
     if (middle)
-        raw = folds[level - 1][how](from, to, middle, raw);
+        raw = folds[level - 1][how](from, to, middle, raw, NULL);
     return few(from + middle, to ? to + middle : nowhere, length - head - middle, raw);
-}
-
-static void streamed(const uint8_t *from, uint8_t *to, size_t length)
-{
-    size_t head = -(uintptr_t)to % LINE;
-    if (head > length)
-        head = length;
-    memcpy(to, from, head);
-    from += head, to += head, length -= head;
-    for (; length >= LINE; from += LINE, to += LINE, length -= LINE) {
-        __m128i a = LOAD1(from), b = LOAD1(from + 16), c = LOAD1(from + 32), d = LOAD1(from + 48);
-        STREAM1(to, a);
-        STREAM1(to + 16, b);
-        STREAM1(to + 32, c);
-        STREAM1(to + 48, d);
-    }
-    memcpy(to, from, length);
 }
 
 /* 0 if this processor cannot, else by the width of its products: 1, 2, 3 for 128, 256, 512 bits. */
@@ -280,6 +334,33 @@ void copy_crc_parts(const struct part *parts, size_t count, const uint8_t *regio
         }
     }
     _mm_sfence();
+}
+
+/* Verify blocks, and copy each of them when the next one is read: reads and writes of memory
+ * overlap, and no byte of a block is copied before the block was found right.
+ *
+ * `parts[ends[n - 1]]` to before `parts[ends[n]]` are the copies out of block n, from ends[-1] = 0
+ * on.  Returns how many blocks are wrong, whose numbers go to `wrong`. */
+size_t copy_crc_verified(const uint8_t *from, size_t length, size_t block, const uint64_t *expected,
+                         const struct part *parts, const size_t *ends, size_t *wrong)
+{
+    size_t found = 0, number = 0, first = 0;
+    struct queue queue = {parts, parts, NULL, NULL, 0};
+    for (size_t at = 0; at < length; at += block, number++) {
+        size_t step = length - at < block ? length - at : block, middle = step / STRIDE * STRIDE;
+        uint64_t raw = ~0ULL;
+        if (middle)
+            raw = folds[level - 1][NONE](from + at, NULL, middle, raw, &queue);
+        make(&queue, SIZE_MAX);
+        if (~few(from + at + middle, NULL, step - middle, raw) != expected[number])
+            wrong[found++] = number;
+        else
+            queue.next = parts + first, queue.end = parts + ends[number];
+        first = ends[number];
+    }
+    make(&queue, SIZE_MAX);
+    _mm_sfence();
+    return found;
 }
 
 /* Make copies without digests. */

@@ -55,6 +55,10 @@ class CopyCrc:
         self._blocks = _typed(library.copy_crc_blocks, pointer, pointer, size, size, pointer)
         self._parts = _typed(library.copy_crc_parts, pointer, size, pointer, size, pointer, pointer)
         self._stream = _typed(library.copy_crc_stream, pointer, size)
+        self._verified = _typed(
+            library.copy_crc_verified, pointer, size, size, pointer, pointer, pointer, pointer
+        )
+        self._verified.restype = size
 
     def blocks(self, source: Bytes, target: Bytes | None, block_bytes: int, out: Words) -> None:
         """The CRC of each block of ``source`` into ``out``; the last block may be short.
@@ -73,6 +77,23 @@ class CopyCrc:
         bytes.  Several threads may call it at once, with any order of parts.
         """
         self._parts(parts.address, parts.count, region, block_bytes, raw, got)
+
+    def verified(
+        self, source: Bytes, block_bytes: int, expected: Words, parts: Words, ends: Words
+    ) -> list[int]:
+        """Verify blocks, and make copies out of those that have the ``expected`` digests.
+
+        ``parts`` are rows of addresses of target and source, and lengths, in the order of blocks;
+        ``ends`` says how many belong to each block and those before it.  No byte of a block is
+        copied before the block was found right.  Returns the numbers of those that are wrong.
+        """
+        wrong = np.zeros(expected.size, np.uint64)
+        assert expected.size == ends.size == -(-source.nbytes // block_bytes)
+        found = self._verified(
+            *(address_of(source), source.nbytes, block_bytes, address_of(expected)),
+            *(address_of(parts), address_of(ends), address_of(wrong)),
+        )
+        return [int(number) for number in wrong[:found]]
 
     def stream(self, parts: Parts) -> None:
         """Make copies past the caches, without digests."""

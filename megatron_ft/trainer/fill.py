@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from megatron_ft.arena.digest import BlockCheck, Bytes
 from megatron_ft.core import copy_crc
-from megatron_ft.core.copy_crc import Parts
 from megatron_ft.core.fault_points import reach
 from megatron_ft.trainer.copier import CopyItem, batches, spare_threads
 from megatron_ft.trainer.cpu import copy_large, move_serially
@@ -25,13 +24,16 @@ PIECE_BYTES = 16 << 20
 CHUNK_BYTES = 2 << 20
 """Bytes that are verified and then copied, at least one block: caches keep them meanwhile."""
 
+UNIT_BYTES = 16 << 20
+"""Bytes that the library verifies and copies in one call, block by block."""
+
 LARGE_BYTES = 1 << 20
 """From this length on a faster copy is worth the 14 us that it takes to begin."""
 
 
 def chunk_blocks(block_bytes: int) -> int:
-    """Number of blocks of a chunk."""
-    return max(1, CHUNK_BYTES // block_bytes)
+    """Number of blocks of a chunk: one where the library copies each block behind its check."""
+    return 1 if copy_crc.load() else max(1, CHUNK_BYTES // block_bytes)
 
 
 class BlockRanges(NamedTuple):
@@ -50,10 +52,13 @@ class BlockRanges(NamedTuple):
 
     @classmethod
     def of(
-        cls, offsets: list[int], lengths: list[int], blocks: int, block_bytes: int
+        cls, offsets: list[int], lengths: list[int], blocks: int, block_bytes: int, step: int = 0
     ) -> BlockRanges:
-        """Cut all spans at once: a loop over thousands of tensors takes milliseconds."""
-        step = chunk_blocks(block_bytes)
+        """Cut all spans at once: a loop over thousands of tensors takes milliseconds.
+
+        A chunk has ``step`` blocks, 0 for ``chunk_blocks``.
+        """
+        step = step or chunk_blocks(block_bytes)
         width, at = step * block_bytes, np.array(offsets, np.int64)
         end, first = at + np.array(lengths, np.int64), at // width
         counts = np.where(end > at, (end - 1) // width - first + 1, 0)
@@ -89,9 +94,11 @@ class VerifiedCopy:
         self, region: Bytes, check: BlockCheck, cuts: BlockRanges, targets: list[int]
     ) -> None:
         """``targets``: the addresses of the spans that ``cuts`` were made of."""
-        self._check, self._cuts = check, cuts
+        self._check, self._cuts, self._block_bytes = check, cuts, check.block_bytes
+        self._library = copy_crc.load()
         pieces = cuts.to(targets), cuts.offsets + region.ctypes.data, cuts.lengths
-        self._rows, self._pieces = np.array(pieces), [one.tolist() for one in pieces]
+        self._rows = np.array(pieces, np.uint64).T.copy()
+        self._pieces = [] if self._library else [one.tolist() for one in pieces]
         # Sources are addresses in it.
         self._kept = region
 
@@ -100,26 +107,33 @@ class VerifiedCopy:
 
         All are checked, by so many threads; 0: by the machine.
         """
-        left, bad, cuts = iter(self._cuts.chunks), list[int](), self._cuts
-        middle = len(cuts.chunks) // 2
+        chunks, bad = self._cuts.chunks, list[int]()
+        step = max(1, UNIT_BYTES // self._block_bytes) if self._library else 1
+        left, middle = iter(chunks[::step]), chunks[len(chunks) // 2 // step * step :][:1]
 
         def work() -> None:
-            for chunk in left:
-                if chunk == middle:
+            for first in left:
+                if first in middle:
                     reach("restore.half")
-                blocks = cuts.blocks_of(chunk)
-                found = self._check.bad(blocks.start, blocks.stop)
-                if found:
-                    bad.extend(found)
-                else:
-                    self._copy(cuts.ends[chunk], cuts.ends[chunk + 1])
+                bad.extend(self._take(first, min(first + step, len(chunks))))
 
         in_threads(work, threads)
         return sorted(bad)
 
+    def _take(self, first: int, stop: int) -> list[int]:
+        """Verify and copy chunks; the bad blocks."""
+        cuts, library = self._cuts, self._library
+        if library is not None:
+            ends = np.array(cuts.ends[first : stop + 1], np.uint64)
+            parts = self._rows[cuts.ends[first] : cuts.ends[stop]]
+            return self._check.copy(library, first, stop, parts, ends[1:] - ends[0])
+        blocks = cuts.blocks_of(first)
+        found = self._check.bad(blocks.start, blocks.stop)
+        if not found:
+            self._copy(cuts.ends[first], cuts.ends[stop])
+        return found
+
     def _copy(self, first: int, stop: int) -> None:
-        if (library := copy_crc.load()) is not None:
-            return library.stream(Parts(*self._rows[:, first:stop]))
         columns = [column[first:stop] for column in self._pieces]
         # No bytecode between the calls: other threads wait while this one holds the GIL.
         large = min(columns[2], default=0) >= LARGE_BYTES

@@ -16,6 +16,8 @@ from megatron_ft.core.fault_points import reach
 from megatron_ft.core.identity import SealedRecord
 from megatron_ft.core.objects import decode
 from megatron_ft.core.shard import LayoutEntry, Meta, ShardLayout, unpack_meta
+from megatron_ft.trainer import bounce
+from megatron_ft.trainer.addresses import has_lazy_sign
 from megatron_ft.trainer.binding import live_part, region_tensor, stored_view
 from megatron_ft.trainer.copier import CopyItem
 from megatron_ft.trainer.cpu import is_plain_memory
@@ -47,6 +49,7 @@ from megatron_ft.trainer.state import (
 )
 
 Report = Callable[[int], None]
+CopyPlace = tuple[LayoutEntry, torch.Tensor]
 
 
 class SealedShard:
@@ -177,6 +180,7 @@ def _fill_one_by_one(
     split: list[SplitTensor] = []
     targets, offsets, lengths = list[int](), list[int](), list[int]()
     items = list[CopyItem]()
+    plain, on_device = list[CopyPlace](), list[CopyPlace]()
     filled: list[Filled] = []
     for entry in sorted(layout.entries, key=lambda e: bool(e.alias_of)):
         if entry.alias_of in live:
@@ -200,12 +204,18 @@ def _fill_one_by_one(
             targets.append(target.data_ptr() + start)
             offsets.append(entry.offset)
             lengths.append(entry.nbytes)
+            plain.append((entry, target))
+        elif _is_plain_on(target, on_device):
+            on_device.append((entry, target))
         else:
             part = live_part(target.detach(), entry)
             items.append(CopyItem(stored_view(region, entry), part))
         if entry.is_split:
             split.append(SplitTensor(entry, target, group))
-    _copy(shard.cut(offsets, lengths), targets, shard)
+    if on_device:
+        _bounce([*on_device, *plain], shard)
+    else:
+        _copy(shard.cut(offsets, lengths), targets, shard)
     if items:
         copy_in_threads(items, shard.threads)
     require_all_held(filled, region)
@@ -225,6 +235,22 @@ def _copy(cuts: BlockRanges, targets: list[int], shard: SealedShard) -> None:
     """Verify all blocks of tensors; what of the spans is in one is copied when it is."""
     copying = VerifiedCopy(shard.region, shard.check, cuts, targets)
     shard.require_none(copying.run(shard.threads))
+
+
+def _is_plain_on(tensor: torch.Tensor, others: list[CopyPlace]) -> bool:
+    """True if its bytes are its values, in order, on a device, the one that has the others."""
+    if not tensor.is_cuda or not tensor.is_contiguous() or has_lazy_sign(tensor):
+        return False
+    return not others or others[0][1].get_device() == tensor.get_device()
+
+
+def _bounce(places: list[CopyPlace], shard: SealedShard) -> None:
+    """Verify all blocks of tensors, and copy them; the first place is on the device."""
+    offsets = [entry.offset for entry, _ in places]
+    parts = [bounce.flat_bytes(live_part(target.detach(), entry)) for entry, target in places]
+    cuts = bounce.cut_for_buffers(offsets, parts, shard.record.tensor_bytes, shard.block_bytes)
+    stream = bounce.DeviceStream(places[0][1].get_device())
+    shard.require_none(bounce.BouncedCopy(shard.check, cuts, parts, stream).run(shard.threads))
 
 
 def _new_tensor(entry: LayoutEntry, group: Any) -> torch.Tensor:

@@ -154,3 +154,42 @@ def test_every_reason_for_two_passes_is_said(tmp_path: Path) -> None:
     assert "None" in (said := reason_in(tmp_path)) and "cannot be loaded" in said
     said = reason_in(tmp_path, **{copy_crc.WITHOUT: "1"})
     assert "None" in said and f"{copy_crc.WITHOUT} is set" in said
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 9),
+    st.sampled_from([64, 300, 1000, 4096]),
+    st.integers(0, 4095),
+    st.lists(st.integers(0, 3_000), max_size=12),
+    st.data(),
+)
+def test_what_was_verified_is_copied_and_nothing_else(
+    library: CopyCrc, blocks: int, block: int, short: int, cut: list[int], data: st.DataObject
+) -> None:
+    """Parts of any lengths, cut where blocks end, to any alignment."""
+    length = blocks * block - min(short, block - 1)
+    source = NOISE[:length].copy()
+    expected = np.array(crcs(source, block), np.uint64)
+    wrong = data.draw(st.sets(st.integers(0, blocks - 1), max_size=3))
+    for number in wrong:
+        first = number * block
+        source[data.draw(st.integers(first, min(first + block, length) - 1))] ^= 1
+    gap = data.draw(st.integers(0, 70))
+    memory = np.full(length + gap * (len(cut) + 2 * blocks) + 99, 7, np.uint8)
+    wanted, rows, ends, at, to = memory.copy(), [], [], 0, gap
+    edges = sorted({*np.cumsum(cut).tolist(), *range(block, length, block), length})
+    for edge in (edge for edge in edges if 0 < edge <= length):
+        number = at // block
+        if data.draw(st.booleans()):
+            rows.append((memory.ctypes.data + to, source.ctypes.data + at, edge - at))
+            if number not in wrong:
+                wanted[to : to + edge - at] = source[at:edge]
+            to += edge - at + gap
+        if edge % block == 0 or edge == length:
+            ends.append(len(rows))
+        at = edge
+    parts = np.array(rows, np.uint64).reshape(-1, 3)
+    found = library.verified(source, block, expected, parts, np.array(ends, np.uint64))
+    assert found == sorted(wrong)
+    assert np.array_equal(memory, wanted)

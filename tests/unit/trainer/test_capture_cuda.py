@@ -99,6 +99,10 @@ class RecordedCuda:
         """Training's."""
         return self.training
 
+    def synchronize(self, device: int) -> None:
+        """Note the wait for all of it."""
+        self.calls.append(("synchronize", device))
+
     def Stream(self, device: int) -> RecordedStream:  # noqa: N802
         """The side stream."""
         return RecordedStream(self, "side")
