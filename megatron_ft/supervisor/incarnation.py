@@ -165,6 +165,8 @@ class Incarnation:
         schedule = self.pacing.begin(self.registration.interval, first)
         self.job.emit(TrainingEvent(iteration=first), "training")
         orders = stripe_orders(stripes, places, plan.active)
+        if slow := self.job.encoder_group.processes.starter.slow(stripes, places):
+            self.job.emit("transport", slow)
         self.renewal.begin(stripes, (slots.count, self.job.spec.settings.fixed_slots or USUAL))
         judge = partial(pump.replicas.judge, places)
         cycle = SnapshotCycle(plan.incarnation, places, orders, schedule, judge)

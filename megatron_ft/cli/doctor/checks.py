@@ -17,6 +17,7 @@ from megatron_ft.core.errors import ProtectionError
 from megatron_ft.core.identity import RankRule
 from megatron_ft.core.scheme import Scheme
 from megatron_ft.erasure.stripes import check_domains, members_of
+from megatron_ft.erasure.world import TCP_REMEDY, tcp_rate
 from megatron_ft.launchers.slurm.allocation import GRACE_ADVICE, NO_KILL_ADVICE
 from megatron_ft.supervisor.elastic import fewer_nodes
 from megatron_ft.supervisor.seats import scheme_over
@@ -187,10 +188,14 @@ def encoders(facts: Facts) -> list[Finding]:
     if findings:
         return findings
     libraries = " and ".join(sorted({rank.library for rank in found.ranks.values()}))
+    slow = tcp_rate(facts.job.shard_bytes, facts.job.spec.ranks_per_node) if found.tcp else ""
     if found.no_mpi:
         text = f"encoders use {libraries}, because no MPI can be loaded: {found.no_mpi}"
         advice = "encrypted and slower: install mpi4py for your cluster's MPI, or say "
-        return [warn(text, f"{advice}--transport tcp")]
+        advice = TCP_REMEDY if slow else f"{advice}--transport tcp"
+        return [warn(f"{text}; {slow}" if slow else text, advice)]
+    if slow:
+        return [warn(f"encoders use {libraries}; {slow}", TCP_REMEDY)]
     return [ok(f"encoders use {libraries}; every node has answered every other")]
 
 

@@ -259,8 +259,21 @@ def test_of_a_job_without_exports_no_folder_is_judged() -> None:
 
 
 def test_tcp_that_was_asked_for_is_ok() -> None:
-    findings = judge(facts(world=world(tcp=True)))
+    findings = judge(facts(world=world(tcp=True), job=asked(shard_bytes=GIB // 2)))
     assert worst(findings) is Severity.OK, render(findings)
+
+
+@pytest.mark.parametrize("no_mpi", ["", "no libmpi.so"])
+def test_long_shards_over_tcp_are_warned_of_with_rate_and_remedy(no_mpi: str) -> None:
+    job = asked(shard_bytes=9 * 10**9, ranks_per_node=8)
+    (found,) = [
+        f
+        for f in judge(facts(world=world(tcp=True, no_mpi=no_mpi), job=job))
+        if f.check == "encoders"
+    ]
+    assert found.verdict is Severity.WARNING
+    assert "0.9 GB/s a node: 8 ranks of 9.0 GB" in found.text and " 80 s " in found.text
+    assert no_mpi in found.text and "mpi4py" in found.advice
 
 
 class Deaf:

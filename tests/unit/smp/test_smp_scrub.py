@@ -102,7 +102,7 @@ def test_damage_is_told_with_its_number_of_blocks(host: SmpService) -> None:
     async def tell(body: Any) -> None:
         told.append(body)
 
-    host.events.emit = tell  # type: ignore[method-assign]
+    host.events.publish = tell  # type: ignore[method-assign]
     host.scrub_percent = 100.0
     scrub = Scrub(host)
     try:
