@@ -127,13 +127,13 @@ class Allocation:
         """The numeric address by which other nodes reach this one."""
         return self._addresses[node]
 
-    def left(self) -> frozenset[str]:
+    def left(self, *, fresh: bool = False) -> frozenset[str]:
         """Nodes that Slurm has not taken out of the job as failed; at most a second old.
 
         Slurm takes a node out after SlurmdTimeout without a message from it, and never gives it
         back.  While the controller does not answer, what it said last.
         """
-        if time.monotonic() - self._asked > FRESH_SECONDS:
+        if fresh or time.monotonic() - self._asked > FRESH_SECONDS:
             nodes = ask("squeue", "--noheader", "--jobs", self.reference, "--format=%N")
             names = "" if nodes is None else ask("scontrol", "show", "hostnames", nodes.strip())
             self._own = frozenset(names.split()) if names else self._own

@@ -91,7 +91,9 @@ class StepProcess(LocalProcess):
         timer.start()
 
     def _status(self) -> int:
-        return task_status(super()._status(), self.node in self._allocation.left())
+        status = super()._status()
+        # Asked anew: an answer from before the loss would make a finished task of a lost one.
+        return task_status(status, self.node in self._allocation.left(fresh=status == 0))
 
 
 def task_status(status: int, node_left: bool) -> int:
