@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from deepspeed_ext import state as engine_state
 from deepspeed_ext.state import EngineState
+from megatron_ft.checkpoint import framework_state
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.trainer.plan import dtype_name
 from megatron_ft.trainer.state import live_tensors
@@ -135,7 +135,7 @@ def a_restore_fills_what_trains() -> None:
         return
     with pytest.raises(ConfigError, match=r"model/up\.weight"):
         make_manager(smp).load(into=EngineState(fresh, {"mover": Mover(fresh)}))
-    engine_state.derived_of = lambda *_: {}  # type: ignore[attr-defined]
+    framework_state.derived_of = lambda *_: {}  # type: ignore[attr-defined]
     make_manager(smp).load(into=EngineState(fresh, {"mover": Mover(fresh)}))
     fresh.destroy()
 

@@ -41,7 +41,12 @@ LIGHT_PACKAGES = (
     *("core", "config", "arena", "rpc", "erasure", "smp", "checkpoint", "launchers", "supervisor"),
     "cli",
 )
-TRAINING_MODULES = ("checkpoint/captured.py", "cli/demo", "cli/chaos")
+TRAINING_MODULES = (
+    "checkpoint/captured.py",
+    "checkpoint/framework_state.py",
+    "cli/demo",
+    "cli/chaos",
+)
 LIGHT_MODULES = ("cli/demo/command", "cli/chaos/command")
 HEAVY = ("torch", "megatron", "deepspeed", "transformer_engine")
 

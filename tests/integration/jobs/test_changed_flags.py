@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,14 +25,13 @@ def test_what_memory_was_not_made_for_is_refused_and_the_old_flags_still_work(
     starts = job.kinds().count("trainers_started")
     committed = [event.fields["iteration"] for event in job.events if event.kind == "committed"]
 
-    def refused(error: type[Exception], match: str, **changes: object) -> None:
-        usual = {name: getattr(job, name) for name in changes}
-        for name, value in changes.items():
-            setattr(job, name, value)
+    def refused(error: type[Exception], match: str, **changes: Any) -> None:
+        usual, nodes = dict(job.more), job.nodes
+        job.nodes = changes.pop("nodes", nodes)
+        job.more |= changes
         with pytest.raises(error, match=match):
             job.run()
-        for name, value in usual.items():
-            setattr(job, name, value)
+        job.more, job.nodes = usual, nodes
 
     drain = rf"`megatron-ft drain --job {job.name} --to DIR`.*--restore-from DIR"
     refused(ConfigError, f"--protect xor:2; you asked for replica:2.*{drain}", protect="replica:2")

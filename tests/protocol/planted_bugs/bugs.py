@@ -173,8 +173,13 @@ BUGS = (
         (
             Edit(
                 "        return wrong_blocks(piece, first, self._table[first:stop], "
-                "self._block_bytes)\n",
+                "self.block_bytes)\n",
                 "        return []\n",
+            ),
+            Edit(
+                "        table = self._table[first:stop]\n",
+                "        table = np.empty_like(self._table[first:stop])\n"
+                "        digest_blocks(piece, self.block_bytes, table)\n",
             ),
         ),
         "flipped bits",

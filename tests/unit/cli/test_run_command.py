@@ -17,13 +17,13 @@ import pytest
 
 from megatron_ft.cli.chaos.follow import Follower
 from megatron_ft.cli.chaos.inject import processes
-from megatron_ft.cli.run import EXIT_NO_SPARE, STOPPED, _run
+from megatron_ft.cli.run import EXIT_NO_SPARE, _run
 from megatron_ft.cli.run_command import RunCommand
 from megatron_ft.core.environment import JOB, NODE
 from megatron_ft.core.errors import ControlPlaneError, ProtectionError
 from megatron_ft.launchers import trainer_host
 from megatron_ft.launchers.world import WORLD
-from megatron_ft.supervisor.events import JobEvent, Observers
+from megatron_ft.supervisor.events import JobEvent, Observers, StoppedEvent
 from megatron_ft.supervisor.supervisor import EXIT_CONTINUE
 
 SHOW = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['WORD']]))"
@@ -99,7 +99,9 @@ def test_a_command_that_fails_says_so_in_the_event_log(
     supervisor.observers.subscribe(told.append)
     with pytest.raises(type(error)):
         asyncio.run(_run(supervisor))
-    assert [(one.kind, one.text, one.fields["code"]) for one in told] == [(STOPPED, text, code)]
+    assert [(one.kind, one.text, one.fields["code"]) for one in told] == [
+        (StoppedEvent.kind, text, code)
+    ]
 
 
 def test_roles_are_seen_from_outside() -> None:

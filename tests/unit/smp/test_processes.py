@@ -198,7 +198,7 @@ def test_a_stalled_reader_holds_nothing_and_is_told_of(tmp_path: Path) -> None:
         async def tell(body: object) -> None:
             told.append(body)
 
-        host.events.emit = tell  # type: ignore[method-assign]
+        host.events.publish = tell  # type: ignore[method-assign]
         host.stalls = Stalls(0.0, lambda pid: 7)
         host.readers.watch("r", os.getpid())
         gone: list[str] = []

@@ -176,15 +176,15 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "optimizer's state dict": (
         lambda: optimizer().state_dict(),
-        r"'bad'\] is what state_dict\(\) of an optimizer gave.*give the optimizer itself",
+        r"'bad'\] is a state_dict\(\) of an optimizer.*would not change the optimizer itself",
     ),
     "model's state dict": (
         lambda: Keeping(3, 3).state_dict(),
-        r"'bad'\] is what state_dict\(\) of a module gave.*give the module itself",
+        r"'bad'\] is a state_dict\(\) of a module.*would not change the module itself",
     ),
     "copies of a model's state dict": (
         lambda: copied(torch.nn.Linear(3, 3)),
-        r"'bad'\] is what state_dict\(\) of a module gave.*give the module itself",
+        r"'bad'\] is a state_dict\(\) of a module.*would not change the module itself",
     ),
     "function": (lambda: deque([len]), r"bad.*builtin_function_or_method.*register_class"),
     "module in a set": (lambda: {torch.nn.Linear(3, 3)}, r"bad.*Linear"),

@@ -51,7 +51,7 @@ def test_what_lies_in_host_memory_is_copied_without_a_device() -> None:
 def test_tensors_of_a_device_are_copied_from_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the current device is: a program may name its device at each call."""
     made: list[tuple[int, ...]] = []
-    monkeypatch.setattr(cuda, "CudaCopier", lambda *words: made.append(words))
+    monkeypatch.setattr(cuda, "CudaCopier", lambda *words, threads: made.append(words))
     with FakeTensorMode():
         one, two = (torch.zeros(3, device=f"cuda:{number}") for number in (1, 2))
         host = torch.zeros(5)
