@@ -7,7 +7,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib/environment.sh"
 
 # Seconds after which pytest starts no further test; single tests are limited in pyproject.toml.
-TEST_BUDGET_SECONDS=1440
+TEST_BUDGET_SECONDS=1320
 # With --all there are several times as many, on any machine.
 ALL_BUDGET_SECONDS=28800
 # Tests of jobs mostly wait for processes of theirs; more workers than this would wait for memory.
