@@ -28,7 +28,7 @@ KINDS: Mapping[str, str] = {
     "renewed": "larger arenas are made for a state that has outgrown its own",
     "held": "a reader holds a snapshot, or a slot waits for its memory: new ones are skipped",
     "released": "snapshots are taken again",
-    "given_up": "several snapshots in a row were given up",
+    "given_up": "a committed snapshot is given up: its slot is needed, or its bytes are damaged",
     "exposed": "a loss would cost more than the limit, for a reason that is given",
     "protected_again": "a loss would no longer cost more than the limit",
     "paused": "snapshots were paused by command",
