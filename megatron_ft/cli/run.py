@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
@@ -29,6 +28,7 @@ from typing import Any
 
 from megatron_ft.cli import run_place
 from megatron_ft.cli.common import say
+from megatron_ft.cli.console import Console
 from megatron_ft.cli.parser import HELP_ALL, for_few, seconds
 from megatron_ft.cli.run_folders import RunSummary, folders_ready, make_folder
 from megatron_ft.cli.run_place import RunPlace
@@ -58,15 +58,10 @@ from megatron_ft.launchers.slurm.allocation import NO_KILL_ADVICE, no_kill
 from megatron_ft.launchers.virtual import visible_devices
 from megatron_ft.supervisor.event_log import EVENTS, EventLog
 from megatron_ft.supervisor.events import (
-    CaughtUpEvent,
-    CommittedEvent,
-    EndedEvent,
-    JobEvent,
     StoppedEvent,
 )
 from megatron_ft.supervisor.failure_domains import read_domains
 from megatron_ft.supervisor.job_state import JobState, state_folder
-from megatron_ft.supervisor.ledger import SUPERVISING
 from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.metrics import JobMetrics
 from megatron_ft.supervisor.metrics_outlet import MetricsFile, MetricsServer, outlet
@@ -325,7 +320,7 @@ def _supervise(
         with _leaving_nothing(place):
             held.enter_context(folders_ready(spec, state))
         supervisor = Supervisor(spec, place.launcher, state, place.hosts)
-        supervisor.observers.subscribe(Printer())
+        supervisor.observers.subscribe(Console(say).on_event)
         EventLog(notes / EVENTS, str(state.record.job)).follow(supervisor.fleet)
         if arguments.notify_command:
             held.callback(_notifier(arguments, supervisor).close)
@@ -458,25 +453,3 @@ async def _run(supervisor: Supervisor) -> tuple[int, Outcome | None]:
     say(text)
     supervisor.observers.emit(StoppedEvent(code=code), text)
     return code, ended
-
-
-_QUIET = ("dropped", SUPERVISING, EndedEvent.kind, CaughtUpEvent.kind, StoppedEvent.kind)
-
-
-class Printer:
-    """Prints one line an event; of commits only the first of each level and every tenth."""
-
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-        self._commits: dict[str, int] = {}
-
-    def __call__(self, event: JobEvent) -> None:
-        """Print the event if it is worth a line."""
-        if isinstance(event.facts, CommittedEvent):
-            level = event.facts.level
-            self._commits[level] = self._commits.get(level, 0) + 1
-            if self._commits[level] % 10 != 1:
-                return
-        if event.kind in _QUIET:
-            return
-        say(f"[{event.monotonic - self._start:7.1f} s] {event.text}")

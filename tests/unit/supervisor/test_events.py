@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.cli.run import Printer
+from megatron_ft.cli.common import say
+from megatron_ft.cli.console import Console
 from megatron_ft.core.errors import ConfigError
 from megatron_ft.supervisor import notify
 from megatron_ft.supervisor.events import FACTS, KINDS, CommittedEvent, JobEvent, Observers
@@ -105,7 +106,7 @@ def test_a_command_that_hangs_holds_nobody_up(
 def test_a_log_on_a_full_disk_stops_nobody() -> None:
     heard: list[JobEvent] = []
     observers = Observers()
-    observers.subscribe(Printer())
+    observers.subscribe(Console(say).on_event)
     observers.subscribe(heard.append)
     # What is written to this device meets a disk without space (full(4)), also when it is closed.
     with suppress(OSError), open("/dev/full", "w") as full, redirect_stdout(full):
