@@ -141,14 +141,16 @@ def story(prometheus: Prometheus, job: Job) -> None:
     assert newest is not None
     query = 'megatron_ft_snapshot_iteration{level="protected"}'
     wait_until(job, lambda: prometheus.value(query) >= newest.iteration, "for the newest scrape")
-    assert 0 < prometheus.value("megatron_ft_ettr") < 1
+    # The ledger's sums are taken every ten seconds.
+    wait_until(job, lambda: 0 < prometheus.value("megatron_ft_ettr") < 1, "for the ledger")
     assert prometheus.value("megatron_ft_failures_total") >= 3
 
 
-def test_alerts_fire_with_faults_and_clear(tmp_path: Path) -> None:
+def test_alerts_fire_with_faults_and_clear(made: list[Job], tmp_path: Path) -> None:
     job = Job(
         tmp_path, nodes=8, spares=1, protect="xor:4", iterations=ENDLESS, exposed_iterations=60
     )
+    made.append(job)
 
     def strike(job: Job) -> None:
         with watched(job, tmp_path) as prometheus:
