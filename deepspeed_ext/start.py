@@ -1,4 +1,4 @@
-"""Where an engine's training starts from: memory, disk or scratch, decided once by all ranks.
+"""The start of an engine's training: from memory, disk or scratch, decided once by all ranks.
 
 An engine is complete only when its constructor has returned, and where it starts from is known only
 when the script loads a checkpoint, or reads a counter of the engine or its first batch without.
@@ -157,7 +157,7 @@ class EngineSnapshots:
 
 
 class Phase(Enum):
-    """What is known of where one engine's training starts from."""
+    """Stages of the choice where one engine's training starts from."""
 
     OPEN = auto()
     """Nothing: the script has loaded and read nothing yet."""
@@ -203,7 +203,7 @@ class EngineStart:
             raise
 
     def serves(self, load_dir: str, tag: str | None) -> str:
-        """What was restored, if memory serves in the place of this load; '' if DeepSpeed loads.
+        """Name of the restored snapshot if memory replaces this load; '' if DeepSpeed loads.
 
         Restores at the first such load.
         """

@@ -72,7 +72,7 @@ class FrameworkState(ABC):
     version: ClassVar[int]
     """That of ``objects``."""
     advice: ClassVar[str]
-    """What a user does about objects that a restart loses."""
+    """Advice on objects that a restart loses."""
     readers: ClassVar[Sequence[str]] = ("*DataLoaderIter",)
     """Classes of which the framework keeps the position, or warns by itself."""
 

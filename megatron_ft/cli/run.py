@@ -21,7 +21,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,6 @@ from megatron_ft.supervisor.failure_domains import read_domains
 from megatron_ft.supervisor.job_state import JobState, state_folder
 from megatron_ft.supervisor.membership import NoSpareError
 from megatron_ft.supervisor.metrics import JobMetrics
-from megatron_ft.supervisor.metrics_outlet import MetricsFile, MetricsServer, outlet
 from megatron_ft.supervisor.notify import DEFAULT_KINDS, Notifier, kinds_of
 from megatron_ft.supervisor.outcome import Outcome
 from megatron_ft.supervisor.spec import JobSpec, raise_open_files
@@ -326,7 +325,7 @@ def _supervise(
             held.callback(_notifier(arguments, supervisor).close)
         if arguments.metrics:
             with _leaving_nothing(place):
-                held.callback(_metrics_of(arguments, supervisor).close)
+                held.enter_context(_metrics_of(arguments, supervisor))
         supervisor.observers.subscribe(end := RunSummary())
         try:
             code, ended = asyncio.run(_run(supervisor))
@@ -362,11 +361,14 @@ def _notifier(arguments: argparse.Namespace, supervisor: Supervisor) -> Notifier
 
 def _metrics_of(
     arguments: argparse.Namespace, supervisor: Supervisor
-) -> MetricsServer | MetricsFile:
+) -> AbstractContextManager[Any]:
+    # http.server takes 50 ms to import, which other jobs need not pay.
+    from megatron_ft.supervisor.metrics_outlet import outlet
+
     metrics = JobMetrics(arguments.job)
     supervisor.observers.subscribe(metrics.observe)
     supervisor.summary.subscribe(metrics.update)
-    return outlet(metrics.page, arguments.metrics, arguments.metrics_token_file)
+    return closing(outlet(metrics.page, arguments.metrics, arguments.metrics_token_file))
 
 
 @contextmanager

@@ -170,7 +170,7 @@ def place_of(
 
 
 def virtual_nodes(arguments: argparse.Namespace) -> tuple[int, list[str]]:
-    """How many virtual nodes train, and the names of all; spares come last."""
+    """The number of virtual nodes that train, and the names of all; spares come last."""
     nodes: int = VIRTUAL_NODES if arguments.nodes is None else arguments.nodes
     return nodes, [f"node{i}" for i in range(nodes + arguments.spares)]
 

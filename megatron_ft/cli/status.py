@@ -22,6 +22,7 @@ from megatron_ft.core import private_files
 from megatron_ft.core.errors import ControlPlaneError, UntrustedFileError
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.local_query import ask, sockets
+from megatron_ft.supervisor.exposure import redone
 from megatron_ft.supervisor.job_state import STATUS, state_folder
 
 FRESH_SECONDS = 15.0
@@ -189,7 +190,7 @@ def exposure(summary: dict[str, Any]) -> dict[str, Any]:
 def _cost(summary: dict[str, Any], fallback: dict[str, Any]) -> dict[str, Any]:
     """A fallback with the iterations that are made again; seconds are None if not measured."""
     source, iteration, watch = fallback["source"], fallback["iteration"], summary["watch"]
-    lost = max(0, summary["iteration"] - max(iteration, 0))
+    lost = redone(summary["iteration"], iteration)
     each = watch.get("iteration_seconds") or None
     return {
         "source": source,

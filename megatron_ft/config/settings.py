@@ -379,7 +379,7 @@ def resolve(*sources: Source) -> SnapshotConfig:
 
 
 def differences(ours: Source, theirs: Source) -> dict[str, str]:
-    """Settings to which two sources give different values, each with a line that says so.
+    """Settings to which two sources give different values, each with a line that names them.
 
     Only None counts as not given here: empty text means "none".  Raises ConfigError
     for a value that does not convert.

@@ -124,7 +124,7 @@ def find() -> CopyCrc | str:
 
 
 def describe() -> str:
-    """How copies and digests are made here, for people."""
+    """A sentence on whether copies and digests are one pass here."""
     found = find()
     if isinstance(found, CopyCrc):
         return f"CPU bytes are copied and digested in one pass (products of {found.width} bits)"
@@ -132,7 +132,7 @@ def describe() -> str:
 
 
 def advice() -> str:
-    """How to have one pass here; empty where there is one, or cannot be one."""
+    """Advice on getting one pass here; empty where there is one, or cannot be one."""
     if find() != NOT_BUILT:
         return ""
     return "install a C compiler and megatron-ft again, or a wheel that was built with one"
@@ -145,6 +145,6 @@ def _typed(function: Any, *arguments: Any) -> Any:
 
 
 def address_of(buffer: npt.NDArray[Any]) -> int:
-    """Where a contiguous array begins."""
+    """The address of a contiguous array."""
     assert buffer.flags.c_contiguous, "contiguous buffers are needed"
     return buffer.ctypes.data

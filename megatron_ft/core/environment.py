@@ -21,10 +21,10 @@ NODE_DIR = "MEGATRON_FT_NODE_DIR"
 INCARNATION = "MEGATRON_FT_INCARNATION"
 
 START = "MEGATRON_FT_START"
-"""How this trainer came up, as a StartKind; without it, cold."""
+"""The StartKind of this trainer; without it, cold."""
 
 WHY_COLD = "MEGATRON_FT_WHY_COLD"
-"""Why a trainer that was to start warm has started cold."""
+"""Reason why a trainer that was to start warm has started cold."""
 
 StartKind = Literal["in process", "warm", "cold"]
 """A trainer restarted in its process, was forked by a trainer host, or was started as a command."""

@@ -197,7 +197,7 @@ def rewrite_file(path: Path, content: bytes) -> None:
     with open(descriptor, "wb") as file:
         file.write(content.ljust(max(length, os.fstat(descriptor).st_size), b"\n"))
     spare.rename(path)
-    # Without room for the next spare this content stays, and the next rewrite says so.
+    # Without room for the next spare this content stays, and the next rewrite fails.
     with suppress(OSError):
         _reserve(spare, length)
 

@@ -22,9 +22,9 @@ import sys
 import time
 
 START = {"MEGATRON_FT_START": "warm"}
-"""What the child reports of its start; a command that this process becomes starts cold."""
+"""The child's report of its start; a command that this process becomes starts cold."""
 WHY_COLD = "MEGATRON_FT_WHY_COLD"
-"""Why such a command starts cold."""
+"""Reason why such a command starts cold."""
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
 """Longest wait for a host that still imports; a cold start would import as long."""

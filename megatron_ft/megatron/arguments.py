@@ -80,7 +80,7 @@ UNSUPPORTED = {
     "moe_use_upcycling": "upcycle first, then start a run with snapshots from the result",
     "inprocess_restart": "the supervisor restarts processes; use one of the two",
 }
-"""Why snapshots cannot go with a flag of Megatron's, by the name of its value."""
+"""Reasons why snapshots cannot go with a flag of Megatron's, by the name of its value."""
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "optimizer": (None, "adam", "sgd", "muon"),

@@ -173,7 +173,9 @@ CANCEL_SECONDS = 0.1
 
 
 async def first_end(*detectors: Coroutine[Any, Any, Found]) -> Found:
-    """What the first of these finds, in their order if several have; the others are cancelled.
+    """Return the result of the first detector to end, and cancel the others.
+
+    Of several that have ended the first in their order counts.
 
     An error of a detector is raised in place of what it finds.
     """

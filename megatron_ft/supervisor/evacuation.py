@@ -89,7 +89,7 @@ class Seating:
 
 
 def boundaries_ahead(seconds: float, iteration_seconds: float) -> int:
-    """How many iterations ``seconds`` are; 0 while nobody knows how long one takes.  Pure."""
+    """Number of iterations in ``seconds``; 0 while the time of one is unknown.  Pure."""
     return math.ceil(seconds / max(iteration_seconds, 1e-6)) if iteration_seconds > 0 else 0
 
 

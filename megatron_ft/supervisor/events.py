@@ -189,7 +189,7 @@ class BackoffEvent(EventFacts, frozen=True):
 
 
 class RestoringEvent(EventFacts, frozen=True):
-    """What is restored, and from where; ``lost`` are the shards that are rebuilt from parity."""
+    """The snapshot to be restored and its source; ``lost`` shards are rebuilt from parity."""
 
     kind = "restoring"
     iteration: Count = -1

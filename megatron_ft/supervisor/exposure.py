@@ -276,5 +276,10 @@ class Exposure:
         }
 
 
+def redone(at: int, fallback: int) -> int:
+    """Iterations made again by a job at iteration ``at`` that falls back; -1 is its beginning."""
+    return max(0, at - max(fallback, 0))
+
+
 def _plain(fallback: Fallback) -> dict[str, Any]:
     return {"iteration": fallback.iteration, "source": fallback.source}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from megatron_ft.supervisor.exposure import redone
+
 USUAL_INTERVALS = 4
 """Without a limit of the user's, snapshots that are this many intervals old are late.
 
@@ -14,15 +16,24 @@ LEAST_SECONDS = 15.0
 """Without a limit of the user's, shorter outages are not worth waking anybody."""
 
 
+def iteration_seconds(status: Mapping[str, Any]) -> float:
+    """The usual time of an iteration, 0 while it is unknown."""
+    return float(status["watch"].get("iteration_seconds") or 0.0)
+
+
 def lost_iterations(status: Mapping[str, Any]) -> dict[str, int]:
-    """Iterations that the loss of a trainer, a usual node and the worst node would cost now."""
-    falls = {"trainer": status["crash"], "node": status["node_loss"]}
-    unusual = [one["iteration"] for one in status.get("some_nodes", ())]
-    falls["worst_node"] = min([*unusual, falls["node"]], key=lambda one: -1 if one is None else one)
-    return {
-        loss: max(0, status["iteration"] - (-1 if reached is None else reached))
-        for loss, reached in falls.items()
-    }
+    """Iterations that the loss of a trainer, a usual node and the worst node would cost now.
+
+    Empty while nothing trains.  Checkpoints on disk count, as in ``megatron-ft status``.
+    """
+    if "any_node" not in status:
+        return {}
+    durable = -1 if status["durable"] is None else status["durable"]["iteration"]
+    crash = durable if status["crash"] is None else status["crash"]
+    usual = status["any_node"]["iteration"]
+    worst = min([usual, *(one["iteration"] for one in status["some_nodes"])])
+    falls = {"trainer": crash, "node": usual, "worst_node": worst}
+    return {loss: redone(status["iteration"], reached) for loss, reached in falls.items()}
 
 
 class Ring(NamedTuple):
@@ -52,10 +63,11 @@ class ExposureAlarm:
 
     def poll(self, now: float, status: Mapping[str, Any]) -> Ring | None:
         """A crossing of the limit, if the job's status shows one.  ``now`` is in seconds."""
-        if status["iteration"] < 0 or not status["interval"]:
-            return None  # nobody trains: the next start reports what it has lost
-        iterations = lost_iterations(status)[self._loss]
-        seconds = iterations * status["iteration_seconds"]
+        lost = lost_iterations(status)
+        if status["iteration"] < 0 or not lost:
+            return None  # the next start reports what it has lost
+        iterations = lost[self._loss]
+        seconds = iterations * iteration_seconds(status)
         if self._limit:
             late = iterations > self._limit
         else:
@@ -73,7 +85,7 @@ class ExposureAlarm:
 
 
 def _reason(status: Mapping[str, Any]) -> str:
-    """Why newer snapshots do not protect the job, as far as its status says."""
+    """Reason why newer snapshots do not protect the job, as far as its status says."""
     if status["paused"]:
         return "snapshots are paused; run megatron-ft resume"
     if status["skipping_for"]:

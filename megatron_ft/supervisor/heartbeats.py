@@ -25,7 +25,7 @@ class RankReport:
 
     @property
     def first_ended(self) -> float:
-        """When the first iteration ended, by the supervisor's clock; its node has another one."""
+        """Time at which the first iteration ended, by the supervisor's clock, not its node's."""
         return self.at - (self.report.marked + self.report.idle - self.report.first)
 
     def idle(self, now: float) -> float:
@@ -125,7 +125,7 @@ class RecoveryTime:
         return float(sum(getattr(self, name) for name in PARTS))
 
     def restart(self) -> str:
-        """How the ranks came up, for people."""
+        """Ranks by the way in which they came up, for people."""
         return "; ".join(f"{in_ranges(ranks)} {kind}" for kind, ranks in self.starts.items())
 
     def describe(self) -> str:

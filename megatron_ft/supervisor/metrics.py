@@ -7,12 +7,12 @@ the name of the job: ``job`` is Prometheus' own.
 
 from __future__ import annotations
 
-import importlib.metadata
 import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron_ft import __version__
 from megatron_ft.core.errors import MissingEnvironmentError
 from megatron_ft.supervisor.event_log import LoggedEvent
 from megatron_ft.supervisor.events import (
@@ -25,7 +25,7 @@ from megatron_ft.supervisor.events import (
     RecoveredEvent,
     SnapshotEvent,
 )
-from megatron_ft.supervisor.exposure_alarm import lost_iterations
+from megatron_ft.supervisor.exposure_alarm import iteration_seconds, lost_iterations
 from megatron_ft.supervisor.heartbeats import PARTS
 from megatron_ft.supervisor.ledger import LedgerWriter
 
@@ -120,8 +120,7 @@ class JobMetrics:
             self._metrics[name] = getattr(prometheus, kind)(
                 PREFIX + name, text, ("run", *labels), registry=self._registry, **more
             )
-        version = importlib.metadata.version("megatron-ft")
-        self._of("build").info({"version": version})
+        self._of("build").info({"version": __version__})
         # Prometheus sees no increase in a counter that begins with 1.
         self._of("failures")
         for kind in KINDS:
@@ -177,7 +176,7 @@ class JobMetrics:
             self._update(status)
 
     def _update(self, status: Mapping[str, Any]) -> None:
-        iteration, seconds = status["iteration"], status["iteration_seconds"]
+        iteration, seconds = status["iteration"], iteration_seconds(status)
         self._of("iteration").set(iteration)
         self._of("iteration_seconds").set(seconds)
         self._of("incarnation").set(status["incarnation"])

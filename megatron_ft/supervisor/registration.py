@@ -96,7 +96,7 @@ class Registration:
         return {shard_id: node for shard_id, (node, _) in self.hellos.items()}
 
     def starts(self) -> dict[str, list[int]]:
-        """How ranks came up, of STARTS, to their numbers."""
+        """Numbers of ranks by the way in which they came up, one of STARTS."""
         ranks = {k: sorted(h.rank for _, h in self.hellos.values() if h.start == k) for k in STARTS}
         return {kind: numbers for kind, numbers in ranks.items() if numbers}
 

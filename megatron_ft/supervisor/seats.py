@@ -133,7 +133,7 @@ class Seats:
         return replace(self, leaving=self.leaving | {node}, last_resort=resort)
 
     def moved(self) -> Seats:
-        """What evacuated nodes held is elsewhere."""
+        """Note that the shards of evacuated nodes are elsewhere."""
         return replace(self, moving=frozenset())
 
     def set_aside(self, node: str) -> Seats:

@@ -58,7 +58,6 @@ class JobSummary:
             "nodes": sorted(fleet.links),
             "idle": sorted(idle),
             "iteration": max(fleet.progress.values(), default=-1),
-            "iteration_seconds": fleet.heartbeats.iteration_seconds,
             "interval": 0 if cycle is None else cycle.schedule.spacing,
             **of.standing.report(stripe_map),
             **exposure,

@@ -358,7 +358,7 @@ class Supervisor:
         return False
 
     async def _after(self, end: Asked | Failure) -> None:
-        """Charge a failure to the restart budget, which may end the job, and wait if it says so."""
+        """Charge a failure to the restart budget, which may end the job or ask for a wait."""
         cause, node = (end.cause, end.node) if isinstance(end, Failure) else ("", "")
         event = EndedEvent(
             reached=self._reached,

@@ -19,7 +19,7 @@ ROOM_BYTES = 32 << 10
 
 
 def why_cold(command: Sequence[str], trainer_per_node: bool = False) -> str:
-    """Why a command cannot be forked; "" if it can.  Pure."""
+    """Reason why a command cannot be forked; "" if it can.  Pure."""
     if trainer_per_node:
         return f"{Path(command[0]).name} starts the ranks of a node itself"
     _, words = trainer_host.split(list(command))

@@ -97,7 +97,7 @@ def _in_columns(moments: Any, name_of: Mapping[int, str]) -> Part | None:
 
 
 def optimizer_content(optimizer: Any) -> Any:
-    """What ``state_dict`` gives; copies in the place of tensors of the state are taken out again.
+    """The content of ``state_dict``, without copies of tensors of the state.
 
     Hooks and overriding methods may clone, cast or gather them.  Where these answer in another
     form than torch's, what they give is given: the check by address finds what is missing.

@@ -29,7 +29,7 @@ _CONTAINERS = (list, dict, set, deque, tuple)
 
 
 class PackageState:
-    """What all variables of a package's loaded modules, and of their classes, are bound to now."""
+    """The present values of all variables of a package's loaded modules and their classes."""
 
     def __init__(self, package: str) -> None:
         self._noted = [(owner, dict(_variables(owner))) for owner in _owners(package)]
@@ -115,7 +115,7 @@ def _kept(value: Any) -> Iterator[Any]:
 
 
 def _wrapped(function: Any) -> Iterator[Any]:
-    """What a decorator that left no other trace has around it."""
+    """The function in a decorator that left no other trace."""
     for cell in getattr(function, "__closure__", None) or ():
         with suppress(ValueError):  # a cell may be empty
             yield cell.cell_contents

@@ -61,7 +61,7 @@ MOST_NAMES = 5
 
 
 class ProcessState:
-    """What a new process begins with, as it is now: its settings and random states.
+    """The present settings and random states, with which a new process begins.
 
     A script that seeds nothing must begin with the same numbers as in a new process.
     Raises UnsupportedVersionError if a framework cannot be left and entered again.

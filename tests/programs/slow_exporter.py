@@ -1,4 +1,4 @@
-"""An exporter that writes once it is told to, and a supervisor that starts one.
+"""An exporter that writes on request, and a supervisor that starts one.
 
 ``python slow_exporter.py export PLAN``, or ``supervise FOLDER HOLDER PLAN``, where the supervisor
 holds the folder meanwhile.

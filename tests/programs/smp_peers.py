@@ -37,7 +37,7 @@ def restored() -> None:
 
 
 def encoder(path: str, world: str, value: str, *held: str) -> None:
-    """Fills the parity of a slot with a value when it is told to."""
+    """Fills the parity of a slot with a value on request."""
     with connect(environment, lambda: None) as smp:
         if held:
             print("held", flush=True)

@@ -1,4 +1,4 @@
-"""The demo's broken memory: on one node a bit of a weight is wrong, and nothing says so.
+"""The demo's broken memory: on one node a bit of a weight is wrong, and nothing reports it.
 
 The trainer there flips the bit at the end of each iteration, from one iteration on, as a memory
 cell would that keeps its value.  It ends when the node's ranks are elsewhere.

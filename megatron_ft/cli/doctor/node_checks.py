@@ -210,7 +210,7 @@ def containers(facts: Facts) -> list[Finding]:
 
 
 def copies(facts: Facts) -> list[Finding]:
-    """How captures, restores and drains copy and digest bytes on the CPU."""
+    """Reports whether bytes are copied and digested in one pass on the CPU."""
 
     def judge(said: NodeFacts) -> Finding:
         return warn(said.copies, said.copies_advice) if said.copies_advice else ok(said.copies)

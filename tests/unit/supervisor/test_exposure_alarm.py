@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from megatron_ft.supervisor.exposure_alarm import ExposureAlarm, lost_iterations
 
 
-def status(iteration: int, node_loss: int | None, **more: Any) -> dict[str, Any]:
+def status(iteration: int, node_loss: int, **more: Any) -> dict[str, Any]:
     """The status of a job that takes a snapshot every 10 iterations of one second."""
     quiet = {"paused": [], "skipping_for": "", "given_up": 0, "given_up_reason": ""}
-    found = {"iteration": iteration, "iteration_seconds": 1.0, "interval": 10, "encoders": "up"}
-    return {**quiet, **found, "crash": iteration, "node_loss": node_loss, **more}
+    found = {"iteration": iteration, "interval": 10, "encoders": "up", "durable": None}
+    falls = {"crash": iteration, "any_node": {"iteration": node_loss}, "some_nodes": []}
+    return {**quiet, **found, **falls, "watch": {"iteration_seconds": 1.0}, **more}
 
 
 def kinds(alarm: ExposureAlarm, *seen: dict[str, Any]) -> list[str]:
@@ -32,17 +33,17 @@ def test_each_crossing_rings_once() -> None:
 def test_without_a_limit_four_intervals_and_some_seconds_count() -> None:
     assert not kinds(ExposureAlarm(0, parity=True), status(40, 0))
     assert kinds(ExposureAlarm(0, parity=True), status(41, 0)) == ["exposed"]
-    assert not kinds(ExposureAlarm(0, parity=True), status(41, 0, iteration_seconds=0.1))
+    assert not kinds(ExposureAlarm(0, parity=True), status(41, 0, watch={"iteration_seconds": 0.1}))
 
 
 def test_without_parity_the_loss_of_a_trainer_counts() -> None:
-    assert not kinds(ExposureAlarm(5, parity=False), status(100, None))
-    assert kinds(ExposureAlarm(5, parity=False), status(100, None, crash=90)) == ["exposed"]
+    assert not kinds(ExposureAlarm(5, parity=False), status(100, -1))
+    assert kinds(ExposureAlarm(5, parity=False), status(100, -1, crash=90)) == ["exposed"]
 
 
 def test_a_job_that_does_not_train_rings_nothing() -> None:
     alarm = ExposureAlarm(5, parity=True)
-    assert kinds(alarm, status(100, 0), status(-1, None), status(101, 0)) == ["exposed"]
+    assert kinds(alarm, status(100, 0), status(-1, -1), status(101, 0)) == ["exposed"]
 
 
 @pytest.mark.parametrize(
@@ -62,15 +63,18 @@ def test_the_reason_is_named(more: dict[str, Any], reason: str) -> None:
     assert reason in ring.text
 
 
-@given(
-    crash=st.none() | st.integers(-1, 50),
-    node=st.none() | st.integers(-1, 50),
-    some=st.lists(st.integers(-1, 50), max_size=3),
-)
-def test_no_node_costs_more_than_the_worst(
-    crash: int | None, node: int | None, some: list[int]
-) -> None:
+def test_a_checkpoint_on_disk_counts_as_in_the_status() -> None:
+    lost = lost_iterations(status(50, 40, crash=None, durable={"iteration": 30}))
+    assert lost == {"trainer": 20, "node": 10, "worst_node": 10}
+
+
+def test_a_job_without_stripes_costs_nothing_that_is_known() -> None:
+    assert not lost_iterations({"iteration": 7})
+
+
+@given(crash=st.integers(-1, 50), node=st.integers(-1, 50), some=st.lists(st.integers(-1, 50)))
+def test_no_node_costs_more_than_the_worst(crash: int, node: int, some: list[int]) -> None:
     nodes = [{"iteration": one} for one in some]
     lost = lost_iterations(status(50, node, crash=crash, some_nodes=nodes))
-    assert lost["worst_node"] == max([lost["node"], *(50 - one for one in some)])
-    assert lost["trainer"] == 50 - (-1 if crash is None else crash)
+    assert lost["worst_node"] == max([lost["node"], *(50 - max(one, 0) for one in some)])
+    assert lost["trainer"] == 50 - max(crash, 0)

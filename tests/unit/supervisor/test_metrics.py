@@ -31,7 +31,7 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 SUFFIX = {"Counter": ("_total",), "Info": ("_info",), "Histogram": ("_bucket", "_sum", "_count")}
 STATUS: dict[str, Any] = {
     "iteration": 120,
-    "iteration_seconds": 0.5,
+    "watch": {"iteration_seconds": 0.5},
     "interval": 10,
     "incarnation": 3,
     "encoders": "up",
@@ -46,7 +46,7 @@ STATUS: dict[str, Any] = {
     "protected": {"iteration": 100, "snapshot": "s"},
     "durable": None,
     "crash": 110,
-    "node_loss": 100,
+    "any_node": {"iteration": 100, "source": "memory"},
     "some_nodes": [{"iteration": 90, "source": "memory", "nodes": ["n1"]}],
 }
 
