@@ -261,6 +261,8 @@ def _kinds(text: str) -> tuple[str, ...]:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    if arguments.metrics_token_file and not arguments.metrics:
+        raise ConfigError("--metrics-token-file is for --metrics PORT, which is not given")
     command = command_of(arguments)
     settings = settle(vars(arguments), command, os.environ)
     code = run_place.serve(arguments)

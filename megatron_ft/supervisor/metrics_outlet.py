@@ -13,7 +13,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from megatron_ft.core.errors import ConfigError
+from megatron_ft.core.errors import ConfigError, UntrustedFileError
 from megatron_ft.core.private_files import read_file, replace_file
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class MetricsFile:
         except OSError as error:
             if first:
                 raise ConfigError(
-                    f"--metrics {self._path}: cannot be written ({error}); give another file"
+                    f"--metrics {self._path}: not written ({_reason(error)}); give another file"
                 ) from error
             if not self._failed:
                 log.warning("metrics: %s cannot be written (%s); tried again", self._path, error)
@@ -144,14 +144,33 @@ class MetricsFile:
 
 def outlet(page: Page, where: str, token_file: Path | None) -> MetricsServer | MetricsFile:
     """Open ``--metrics``: a port, or a file."""
-    if not where.isdecimal():
+    try:
+        port = int(where)
+    except ValueError:
         if token_file is not None:
-            raise ConfigError("--metrics-token-file is for a port, and --metrics names a file")
+            raise ConfigError(
+                "--metrics-token-file protects a port, and --metrics names a file; give a port, or "
+                "leave the token file out"
+            ) from None
         return MetricsFile(page, Path(where))
-    port = int(where)
     if not 0 < port < 1 << 16:
         raise ConfigError(f"--metrics {where}: a port is a number from 1 to 65535")
-    token = "" if token_file is None else read_file(token_file).decode().strip()
-    if token_file is not None and len(token) < LEAST_TOKEN:
-        raise ConfigError(f"{token_file}: a token has at least {LEAST_TOKEN} characters")
-    return MetricsServer(page, port, token)
+    return MetricsServer(page, port, "" if token_file is None else _token(token_file))
+
+
+def _token(file: Path) -> str:
+    try:
+        token = read_file(file).decode("ascii").strip()
+    except (OSError, UnicodeDecodeError, UntrustedFileError) as error:
+        raise ConfigError(f"--metrics-token-file {file}: {_reason(error)}") from error
+    if len(token) < LEAST_TOKEN:
+        raise ConfigError(
+            f"--metrics-token-file {file}: the token has {len(token)} characters, and needs "
+            f"{LEAST_TOKEN}; make one with `openssl rand -hex 24`"
+        )
+    return token
+
+
+def _reason(error: Exception) -> str:
+    """The reason of a failed read or write, without a number."""
+    return str(getattr(error, "strerror", None) or error)

@@ -120,6 +120,11 @@ def test_a_flag_without_its_value_is_refused(words: list[str]) -> None:
         read_command(words)
 
 
+def test_a_token_without_a_port_stops_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--metrics-token-file", "token", "--", "true"]) == 2
+    assert "--metrics-token-file is for --metrics PORT" in capsys.readouterr().err
+
+
 def test_a_flag_counts_before_the_environment_and_that_before_the_default() -> None:
     environment = {"MEGATRON_FT_SLOTS": "3", "MEGATRON_FT_PROTECT": "none"}
     settings = settle({"protect": "xor:4"}, [SWITCH], environment)

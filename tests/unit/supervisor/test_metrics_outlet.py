@@ -102,7 +102,7 @@ def test_file_is_readable_by_node_exporter(tmp_path: Path) -> None:
 
 
 def test_file_that_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"job\.prom: cannot be written"):
+    with pytest.raises(ConfigError, match=r"job\.prom: not written"):
         MetricsFile(page, tmp_path / "absent" / "job.prom")
 
 
@@ -126,8 +126,10 @@ def test_file_survives_a_full_disk(
     [
         ("0", None, "from 1 to 65535"),
         ("70000", None, "from 1 to 65535"),
-        ("job.prom", TOKEN, "is for a port"),
-        ("9400", "short", "at least 16 characters"),
+        ("-5", None, "from 1 to 65535"),
+        ("job.prom", TOKEN, "names a file"),
+        ("9400", "short", "has 5 characters, and needs 16"),
+        ("9400", "\u00e9" * 16, "ascii"),
     ],
 )
 def test_outlet_refuses(tmp_path: Path, where: str, token: str | None, message: str) -> None:
@@ -138,3 +140,8 @@ def test_outlet_refuses(tmp_path: Path, where: str, token: str | None, message: 
         file.write_text(token)
     with pytest.raises(ConfigError, match=message):
         outlet(page, where, file)
+
+
+def test_a_token_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--metrics-token-file .*absent: .*No such file"):
+        outlet(page, "9400", tmp_path / "absent")
