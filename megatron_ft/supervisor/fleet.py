@@ -20,7 +20,6 @@ from megatron_ft.core.identity import SnapshotId
 from megatron_ft.rpc import messages as m
 from megatron_ft.rpc.event_stream import EventSubscription
 from megatron_ft.rpc.sockets import JobKeys
-from megatron_ft.supervisor.evacuation_requests import EvacuationRequests
 from megatron_ft.supervisor.events import Observers
 from megatron_ft.supervisor.hanging_drains import HangingDrains
 from megatron_ft.supervisor.heartbeats import Heartbeats
@@ -41,6 +40,44 @@ _ANSWER_INTERVALS = 4
 EventListener = Callable[[m.NodeEvent], None]
 AnswerListener = Callable[[m.LeaseAnswer, m.LeaseAnswer | None], None]
 """Takes the answer to a heartbeat, and the one before it of the same node."""
+
+
+class EvacuationRequests:
+    """Requests to move the ranks of a node elsewhere, and the result of each.
+
+    Users ask an SMP, an SMP that is to end asks by itself, and the health check asks here.
+    ``waiting`` are those without an answer, by their numbers; ``moves`` has the result of the last
+    request of each node, for status.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, m.Evacuate] = {}
+        self.moves: dict[str, dict[str, Any]] = {}
+        self._known: set[str] = set()
+        self._asked = asyncio.Event()
+
+    def ask(self, request: m.Evacuate) -> None:
+        """Take a request, unless it came before: every heartbeat brings it again."""
+        if request.number not in self._known:
+            self._known.add(request.number)
+            self.waiting[request.number] = request
+            self._asked.set()
+
+    async def until_asked(self, seconds: float) -> bool:
+        """Wait for a request for up to ``seconds``; True if there is one."""
+        if not self.waiting:
+            self._asked.clear()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._asked.wait(), seconds)
+        return bool(self.waiting)
+
+    def answer(self, number: str) -> None:
+        """Drop a request that was carried out or refused."""
+        self.waiting.pop(number, None)
+
+    def note_move(self, node: str, **what: Any) -> None:
+        """Record what became of a node that was to be evacuated."""
+        self.moves[node] = what
 
 
 class Fleet:
