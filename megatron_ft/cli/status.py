@@ -273,7 +273,7 @@ def _headline(job: dict[str, Any]) -> str:
     if summary.get("drain_failures"):
         exposed += f"; {summary['drain_failures']} drains failed: {summary['drain_failure']}"
     paused = ", snapshots paused" if summary.get("paused") else ""
-    skipped = f", snapshots skipped for {summary['skipping_for']}"
+    skipped = f", snapshots skipped: {summary['skipping_for']}"
     paused += skipped if summary.get("skipping_for") else ""
     if until := summary.get("waits_until"):
         paused += f", no snapshot before iteration {until} (late iterations)"

@@ -69,10 +69,12 @@ class JobSummary:
     def _skipping_for(self) -> str:
         of = self._pump
         if of.renewing:
-            return "larger arenas"
+            return "larger arenas are made"
         if of.unmade:
-            return "memory to be made"
-        return "a reader" if of.pinned else "want of encoders" if of.crowded else ""
+            return "the memory of a slot is made"
+        if of.pinned:
+            return "a reader holds one"
+        return "no encoder is running" if of.crowded else ""
 
     def _waits_until(self) -> int | None:
         """The iteration up to which snapshots wait because they make iterations late."""

@@ -50,7 +50,7 @@ def test_a_job_that_does_not_train_rings_nothing() -> None:
     ("more", "reason"),
     [
         ({"paused": ["n0"]}, "paused"),
-        ({"skipping_for": "a reader"}, "a reader"),
+        ({"skipping_for": "a reader holds one"}, "skipped: a reader holds one"),
         ({"given_up": 3, "given_up_reason": "no parity after 60 s"}, "no parity after 60 s"),
         ({"encoders": "down"}, "no encoder is running"),
         ({}, "no newer snapshot was committed"),

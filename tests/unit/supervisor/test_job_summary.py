@@ -137,7 +137,7 @@ def test_captures_are_skipped_and_counted_until_the_protected_one_gives_way() ->
     held = {"n0": (new, old), "n1": (new, old)}
     soon = training(pump_of(), **held)
     assert full(soon, skipped=MOST_SKIPPED, away=1.0) == []
-    assert f"want of encoders, {MOST_SKIPPED} skipped so far" in headline(soon)
+    assert f"skipped: no encoder is running, {MOST_SKIPPED} skipped so far" in headline(soon)
     assert full(training(pump_of(), **held), skipped=1, away=1e6) == []
     late = training(pump_of(), **held)
     assert full(late, skipped=MOST_SKIPPED, away=1e6)
@@ -154,7 +154,7 @@ def test_captures_wait_for_the_memory_of_further_slots() -> None:
     for shortage in ("", "no memory", "no memory"):
         of.fleet.take_answer(msgspec.structs.replace(said, unmade=True, shortage=shortage))
         assert of._next(of.cycle) == []
-    assert "skipped for memory to be made" in headline(of)
+    assert "skipped: the memory of a slot is made" in headline(of)
     held, lacking = told
     assert held == "memory of a further slot is being made: captures are skipped"
     assert lacking == "n0: no memory; no snapshot is taken before there is room"
